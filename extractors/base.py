@@ -1,0 +1,127 @@
+"""The shape of an extractor: a frozen dataclass whose fields are its settings."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+from extractors.errors import WeightsError
+from storage.schema import Record, Schema
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where a network's parameters come from.
+
+    Attributes:
+        source: path of a checkpoint, or `untrained:SEED` for seeded random parameters.
+    """
+
+    source: str
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of `untrained:SEED`, None for a checkpoint."""
+        match = re.fullmatch(r"untrained:(\d+)", self.source)
+        return int(match[1]) if match else None
+
+    @property
+    def path(self) -> Path:
+        """Path of the checkpoint file.
+
+        Raises:
+            WeightsError: there is no such file.
+        """
+        path = Path(self.source).expanduser()
+        if not path.is_file():
+            raise WeightsError(f"no checkpoint at {self.source}: give a file, or 'untrained:0' to run without training")
+        return path
+
+    def identity(self) -> str:
+        """`untrained:SEED`, or `sha256:` and the hex digest of the file's content."""
+        if self.seed is not None:
+            return self.source
+        with self.path.open("rb") as file:
+            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extractor:
+    """Turn the inputs of one item into one record.
+
+    A subclass is a frozen dataclass. Every field is a setting and counts in the recipe, so what
+    must not change values (batch size, device, paths of tools) is never a field.
+
+    Class attributes:
+        name: default stage name, lower case with underscores.
+        version: raise it when output values change.
+        takes: what `prepare` receives, in order: kinds of input that a source offers
+            (`scan`, `clip`) or names of stages.
+        device: `gpu` where `load`'s callable profits from one, else `cpu`.
+        batch: items per call that suit the network (a default; runners may pass fewer or more).
+        deadline_s, memory_gb, recycle_after: where set, the extractor runs in a child process that
+            is killed over these limits and replaced after so many items (native code that can
+            hang or leak).
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    takes: ClassVar[tuple[str, ...]]
+    device: ClassVar[str] = "cpu"
+    batch: ClassVar[int] = 1
+    deadline_s: ClassVar[float | None] = None
+    memory_gb: ClassVar[float | None] = None
+    recycle_after: ClassVar[int | None] = None
+
+    @property
+    def schema(self) -> Schema:
+        """Columns of the records, which may depend on the settings."""
+        raise NotImplementedError
+
+    def prepare(self, key: str, *inputs: Any) -> Any:
+        """Do the part that needs no weights (CPU, per item, seeded from the key).
+
+        Args:
+            key: item key, the only source of randomness (`rng_for`).
+            inputs: one value per entry of `takes`: a typed input (`extractors.inputs`) or an
+                earlier stage's record.
+
+        Raises:
+            InputError: the item's data can't be used.
+        """
+        return inputs[0] if len(inputs) == 1 else inputs
+
+    def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
+        """Load weights and tools, once per worker; heavy imports go here.
+
+        Args:
+            device: torch device name.
+
+        Returns:
+            A callable from a list of prepared inputs, of several items, to their records in
+            order. What it gives for an item does not depend on the others in the list.
+        """
+        raise NotImplementedError
+
+
+def recipe(extractor: Extractor) -> dict[str, Any]:
+    """All that decides the output besides the item, as plain JSON types."""
+    settings: dict[str, Any] = {}
+    weights: dict[str, str] = {}
+    for f in fields(extractor):
+        value = getattr(extractor, f.name)
+        if isinstance(value, Weights):
+            weights[f.name] = value.identity()
+        else:
+            settings[f.name] = list(value) if isinstance(value, tuple) else value
+    return {"extractor": extractor.name, "version": extractor.version, "settings": settings, "weights": weights}
+
+
+def seed_for(key: str, *salt: int | str) -> int:
+    """A 32-bit seed that depends on the item's key (and salt) alone."""
+    text = "\0".join([key, *map(str, salt)])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")

@@ -1,0 +1,142 @@
+"""What a record looks like: named columns along one element axis.
+
+A record is a `dict[str, numpy.ndarray]`. With an element axis (objects, frames,
+views) every array has that axis first and all have the same length; without one
+each array has exactly its column's dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+
+from storage.errors import SchemaError
+
+Record = dict[str, np.ndarray]
+
+_TEXT = {"string": str, "bytes": bytes}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One named array of a record.
+
+    Attributes:
+        dims: sizes behind the element axis; `()` is one value per element. `(None,)` is
+            a list of any length per element, given as an object array of 1-D arrays or lists.
+        dtype: a numpy name (`float16`, `int32`, `bool` ...), `string` or `bytes`; the last
+            two are object arrays of `str` or `bytes`.
+        unit: physical unit, `m`, `rad`, `s`, `px`; empty where there is none.
+        frame: coordinate frame, `scan` (as in the file) or `aligned` (axis-aligned) ...
+        nullable: floats only: NaN is stored as null (a missing value with a reason elsewhere).
+        doc: one line on what it is.
+    """
+
+    dims: tuple[int | None, ...] = ()
+    dtype: str = "float32"
+    unit: str = ""
+    frame: str = ""
+    nullable: bool = False
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _TEXT:
+            np.dtype(self.dtype)
+        if None in self.dims and self.dims != (None,):
+            raise ValueError(f"dims {self.dims}: None (any length) is allowed only alone, as (None,)")
+        if self.nullable and not (self.dtype.startswith("float") and None not in self.dims):
+            raise ValueError(f"nullable needs a float column of fixed dims, this is {self.dtype} {self.dims}")
+
+    @property
+    def fixed(self) -> bool:
+        """True where every element takes the same number of bytes (can be memory-mapped)."""
+        return self.dtype not in _TEXT and None not in self.dims and not self.nullable
+
+    @property
+    def numpy(self) -> np.dtype:
+        """dtype of the array that a record holds (`object` for text and lists)."""
+        return np.dtype(object if self.dtype in _TEXT or None in self.dims else self.dtype)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a stage's records.
+
+    Attributes:
+        columns: name -> Column, in stored order.
+        element: name of the element axis (`object`, `frame`, `view`), None for one row an item.
+        format: `parquet` (object tables) or `hdf5` (dense tensors).
+        compress: compress the shards; such shards are not memory-mapped.
+    """
+
+    columns: Mapping[str, Column]
+    element: str | None = None
+    format: Literal["parquet", "hdf5"] = "parquet"
+    compress: bool = False
+    version: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        if "item" in self.columns:
+            raise ValueError("column name 'item' is taken: it holds the item key in every shard")
+        object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a mappingproxy does not pickle
+        return Schema, (dict(self.columns), self.element, self.format, self.compress)
+
+    def rows(self, record: Mapping[str, np.ndarray]) -> int:
+        """Number of elements of a checked record (1 without an element axis)."""
+        return len(next(iter(record.values()))) if self.element else 1
+
+    def check(self, record: Mapping[str, Any], where: str) -> Record:
+        """Return the record as C-contiguous arrays of the declared dtypes.
+
+        Args:
+            record: column name -> array.
+            where: `stage item`, for the error text.
+
+        Raises:
+            SchemaError: a column is missing, unknown, of another shape or dtype, or the
+                columns disagree on the number of elements.
+        """
+        if missing := self.columns.keys() - record.keys():
+            raise SchemaError(f"{where}: no column {sorted(missing)}; return it or drop it from the schema")
+        if unknown := record.keys() - self.columns.keys():
+            raise SchemaError(f"{where}: column {sorted(unknown)} is not in the schema; add it or do not return it")
+        checked: Record = {}
+        count: int | None = None
+        for name, column in self.columns.items():
+            array = np.asarray(record[name], dtype=object if column.numpy == object else None)
+            if array.dtype != column.numpy:
+                raise SchemaError(f"{where}: '{name}' is {array.dtype}, the schema says {column.dtype}")
+            dims = () if column.numpy == object and None in column.dims else column.dims
+            found = array.shape[1:] if self.element else array.shape
+            if (self.element and array.ndim == 0) or found != dims:
+                expected = (self.element, *column.dims) if self.element else column.dims
+                raise SchemaError(f"{where}: '{name}' has shape {array.shape}, expected {expected}")
+            if self.element:
+                if count is None:
+                    count = len(array)
+                elif len(array) != count:
+                    raise SchemaError(f"{where}: '{name}' has {len(array)} {self.element}s, the columns before it {count}")
+            checked[name] = np.ascontiguousarray(array).reshape(array.shape)
+        return checked
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, the inverse of `from_json`."""
+        columns = {name: asdict(column) for name, column in self.columns.items()}
+        for column in columns.values():
+            column["dims"] = list(column["dims"])
+        return {
+            "version": self.version, "element": self.element, "format": self.format,
+            "compress": self.compress, "columns": columns,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schema:
+        """Rebuild a schema from `to_json`'s output."""
+        columns = {n: Column(**{**c, "dims": tuple(c["dims"])}) for n, c in data["columns"].items()}
+        return cls(columns, data["element"], data["format"], data["compress"])
