@@ -1,6 +1,6 @@
 # `make demo` and `make test` are all a fresh machine with Python 3.11 needs; each sets up .venv by itself.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO ?= demo
@@ -32,7 +32,7 @@ env: $(VENV)/.complete
 
 # The stamp is written last, so an install that was cut short starts again.
 $(VENV)/.complete: pyproject.toml
-	command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or name it with PYTHON=..."; exit 1; }
+	@"$(PYTHON)" -c "import sys; sys.exit(sys.version_info[:2] != (3, 11))" || { echo "Python 3.11 is needed: install it, or name it with make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[all]'
 	touch $@
