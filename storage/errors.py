@@ -6,6 +6,7 @@
     +-- SchemaError (ValueError)            arrays do not fit the stage's schema
     +-- CorruptShard (OSError)              a shard's bytes are not what was written
     +-- StoreUnwritable (OSError)           disk full, read-only, no permission
+    +-- StateMismatch (ValueError)          a saved reading position belongs to other data or settings
 
 Each also derives from the built-in error that a caller would expect.
 """
@@ -36,3 +37,7 @@ class CorruptShard(CacheError, OSError):
 
 class StoreUnwritable(CacheError, OSError):
     """The store can't be written: disk full, read-only or no permission."""
+
+
+class StateMismatch(CacheError, ValueError):
+    """A saved reading position belongs to other data or to another order."""
