@@ -1,0 +1,1 @@
+"""Question tables: one file per question set."""
