@@ -1,119 +1,207 @@
 """Decide, for each stage and item, whether its record is reused or computed, and why.
 
 `plan` is a pure function of the job, the digests of its inputs and the manifest, vectorised over items and made
-one stage at a time. `StagePlan.decide` finishes it for items whose upstream runs, once that record's digest is known.
+one stage at a time. `StagePlan.decide` finishes it for an item whose upstream runs, once that record's digest is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import difflib
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipelines.stage import Stage, Table
-from storage.manifest import Row
+from pipelines.columns import as_bytes, codes, find
+from pipelines.inputs import Digests
+from pipelines.judge import History, Work, judge
+from pipelines.stage import Job, Stage, Table
+from pipelines.stage_plan import ACTIONS, NO_PARENT, Decision, Options, PlanLine, StagePlan, entries, recipe_of
 
-ACTIONS = ("reuse", "compute", "maybe", "skip")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user asks for beyond the job; empty sets mean no limit.
-
-    Attributes:
-        retry_failed: compute what failed before although nothing changed.
-        force: names of stages to compute whatever the manifest says.
-        stages: only these stages and those that feed them.
-        items: only these items (for a table: also the rows of these parents).
-    """
-
-    retry_failed: bool = False
-    force: frozenset[str] = frozenset()
-    stages: frozenset[str] = frozenset()
-    items: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What to do with one item, decided while the run goes on.
-
-    Attributes:
-        action: reuse, compute or skip.
-        reason: as in the printed plan.
-        fingerprint: 16 bytes that the new row carries; b"" for skip because an upstream failed.
-        commit: a row to commit now without computing anything (an earlier run's record that stands again, or
-            `failed` under `UpstreamFailed` in place of a record that would be stale), else None.
-        digest: digest of the record that stands (reuse), for the stages downstream; else None.
-    """
-
-    action: str
-    reason: str
-    fingerprint: bytes = b""
-    commit: Row | None = None
-    digest: bytes | None = None
-
-
-@dataclass(frozen=True)
-class StagePlan:
-    """The plan of one stage.
-
-    Attributes:
-        stage: the stage or table.
-        recipe, recipe_id: all that decides its output besides the item.
-        feeds: names of the earlier stages whose records it reads, in the order of `stage.of`.
-        table: one row per item, columns
-            item          string
-            action        dictionary of string: reuse, compute, maybe, skip
-            reason        dictionary of string
-            fingerprint   binary(16); null where an upstream runs: ask `decide`
-            inputs        binary(16), digest of the raw inputs alone
-            parent        string, key of the upstream record that a table's row joins; null for stages (the key is
-                          the item) and for rows without a parent
-            attempts      int32, how often it was tried under this fingerprint
-            and of the record that stands (reuse; null otherwise)
-            status, shard, first_row, rows, bytes, shard_bytes, digest, mapped
-        again: manifest rows to commit before anything runs (`Manifest.commit_table`): records of an earlier run that
-            stand again, and `failed` rows in place of records that would be stale.
-    """
-
-    stage: Stage | Table
-    recipe: dict[str, Any]
-    recipe_id: str
-    feeds: tuple[str, ...]
-    table: pa.Table
-    again: pa.Table
-
-    @property
-    def name(self) -> str:
-        """Name of the stage in the store."""
-        return self.stage.name
-
-    def decide(self, index: int, digests: Mapping[str, bytes | None]) -> Decision:
-        """Finish the plan of row `index`, whose upstream records are known now.
-
-        Args:
-            index: row of `table` with a null fingerprint (action `maybe` or `compute`).
-            digests: upstream stage -> digest of its record; None where it failed or has no record.
-        """
-        raise NotImplementedError
-
-    def row(self, index: int) -> Row:
-        """The manifest row of the record that stands (reuse): where a downstream worker reads it."""
-        raise NotImplementedError
+__all__ = ["ACTIONS", "Decision", "Options", "Plan", "PlanLine", "StagePlan", "plan", "recipe_of", "shard_sizes"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plans of a job's stages, in the job's order."""
+    """The plans of a job's stages, in the job's order: a stage comes after those that feed it."""
 
     job: str
     stages: tuple[StagePlan, ...]
-    options: Options = field(default_factory=Options)
+    options: Options
 
     def __getitem__(self, name: str) -> StagePlan:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise KeyError(name)
+        raise KeyError(f"no stage {name!r} in the plan of {self.job}: {', '.join(s.name for s in self.stages)}")
+
+    def lines(self) -> list[PlanLine]:
+        """All stages, counted by action and reason."""
+        return [line for stage in self.stages for line in stage.lines()]
+
+    @property
+    def idle(self) -> bool:
+        """True where nothing is computed and nothing committed."""
+        return all(len(s.again) == 0 and {line.action for line in s.lines()} <= {"reuse", "skip"} for s in self.stages)
+
+
+def plan(
+    job: Job,
+    digests: Digests,
+    manifest: History,
+    options: Options = Options(),  # noqa: B008 - frozen
+    sizes: Callable[[str], Mapping[str, int]] | None = None,
+) -> Plan:
+    """Plan every stage of a job.
+
+    Args:
+        job: stages and tables.
+        digests: keys of the source and the digest of each input.
+        manifest: what is stored.
+        options: limits and wishes of the user.
+        sizes: stage -> {shard path relative to the store: its size in bytes}; lists the stage's folder by default.
+
+    Raises:
+        ValueError: an option names a stage that the job lacks.
+    """
+    sizes = sizes or partial(shard_sizes, manifest.url)
+    wanted = _wanted(job, options)
+    items = options.items.union(  # a row that is asked for needs its parent
+        parent
+        for stage in wanted
+        if not isinstance(stage, Stage) and options.items
+        for key, _, parent in stage.items()
+        if key in options.items
+    )
+    done: dict[str, StagePlan] = {}
+    for stage in wanted:
+        if isinstance(stage, Stage):
+            work = _stage_work(stage, digests, done, items)
+        else:
+            work = _table_work(stage, done, options)
+        done[stage.name] = judge(stage, work, manifest, sizes(stage.name), options)
+    plans = tuple(done.values())
+    if unknown := options.items.difference(*(p.table["item"].to_pylist() for p in plans)) if options.items else ():
+        known = [key for p in plans for key in p.table["item"].to_pylist()] or digests.items.to_pylist()
+        hints = {key: difflib.get_close_matches(key, known, 3) for key in sorted(unknown)}
+        raise ValueError(
+            "; ".join(f"no item {k!r}" + (f", did you mean {' or '.join(h)}?" if h else "") for k, h in hints.items())
+        )
+    return Plan(job.name, plans, options)
+
+
+def shard_sizes(url: str, stage: str) -> dict[str, int]:
+    """Sizes of a stage's shards, by one listing: path relative to the store -> bytes."""
+    import fsspec
+
+    fs, root = fsspec.core.url_to_fs(url)
+    folder = f"{root.rstrip('/')}/{stage}"
+    fs.invalidate_cache(folder)
+    try:
+        found = fs.ls(folder, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {f"{stage}/{f['name'].rsplit('/', 1)[-1]}": f["size"] for f in found if f["type"] == "file"}
+
+
+def _wanted(job: Job, options: Options) -> list[Stage | Table]:
+    """The stages asked for and all that feed them, in order."""
+    every: list[Stage | Table] = [*job.stages, *job.tables]
+    names = [stage.name for stage in every]
+    if unknown := sorted((options.stages | options.force) - set(names)):
+        raise ValueError(f"job {job.name} has no stage {', '.join(unknown)}; it has {', '.join(names)}")
+    if len(set(names)) < len(names):
+        raise ValueError(
+            f"job {job.name}: two stages have the same name among {', '.join(names)}; give one another name"
+        )
+    if not options.stages:
+        return every
+    wanted = set(options.stages)
+    for stage in reversed(every):
+        if stage.name in wanted:
+            wanted.update(set(entries(stage)) & set(names))
+    return [stage for stage in every if stage.name in wanted]
+
+
+def _stage_work(stage: Stage, digests: Digests, done: Mapping[str, StagePlan], wanted: frozenset[str]) -> Work:
+    feeds = tuple(entry for entry in stage.of if entry in done)
+    kinds = [entry for entry in stage.of if entry not in done]
+    items = digests.items if kinds else done[feeds[0]].table["item"].combine_chunks()
+    there = np.ones(len(items), bool)
+    for kind in kinds:
+        if kind not in digests.kinds:
+            offered = ", ".join(digests.kinds) or "nothing"
+            raise ValueError(
+                f"stage {stage.name} takes '{kind}': neither the source ({offered}) nor an earlier stage gives it"
+            )
+        there &= digests.kinds[kind].is_valid().to_numpy(zero_copy_only=False)
+    if wanted and kinds:
+        there &= pc.is_in(items, pa.array(sorted(wanted), pa.string())).to_numpy(zero_copy_only=False)
+    places = {name: find(items, done[name].table["item"]) for name in feeds}
+    for place in places.values():
+        there &= place >= 0
+    keep = np.flatnonzero(there)
+    whole = len(keep) == len(items)
+    items = items if whole else items.take(pa.array(keep))
+    parts = np.zeros((len(items), len(stage.of), 16), np.uint8)
+    known, failed = np.ones(len(items), bool), np.zeros(len(items), bool)
+    for i, entry in enumerate(stage.of):
+        if entry in places:
+            place = places[entry][keep]
+            digest, final, lost = _outcome(done[entry])
+            parts[:, i] = digest[place]
+            known &= final[place]
+            failed |= lost[place]
+        else:
+            parts[:, i] = as_bytes(digests.kinds[entry] if whole else digests.kinds[entry].take(pa.array(keep)))
+    raw = [i for i, entry in enumerate(stage.of) if entry not in places]
+    parents = pa.nulls(len(items), pa.string())
+    return Work(items, parents, feeds, parts, _combined(parts[:, raw]), known & ~failed, failed)
+
+
+def _table_work(table: Table, done: Mapping[str, StagePlan], options: Options) -> Work:
+    feeds = (table.of,) if table.of else ()
+    if table.of and table.of not in done:
+        raise ValueError(f"table {table.name} joins the records of '{table.of}', which is no stage of this job")
+    rows = [row for row in table.items() if not options.items or not options.items.isdisjoint((row[0], row[2]))]
+    items = pa.array([key for key, _, _ in rows], pa.string())
+    if len(pc.unique(items)) < len(items):
+        twice = pc.value_counts(items).filter(pc.greater(pc.value_counts(items).field("counts"), 1))
+        raise ValueError(f"table {table.name}: key {twice.field('values')[0].as_py()!r} is given to several rows")
+    parents = pa.array([parent or None for _, _, parent in rows], pa.string())
+    parts = np.zeros((len(rows), 1 + len(feeds), 16), np.uint8)
+    parts[:, 0] = np.frombuffer(b"".join(digest[:16].ljust(16, b"\0") for _, digest, _ in rows), np.uint8).reshape(
+        -1, 16
+    )
+    known = np.ones(len(rows), bool)
+    if feeds:
+        place = find(parents, done[table.of].table["item"])
+        digest, final, lost = _outcome(done[table.of])
+        parts[:, 1] = np.frombuffer(NO_PARENT, np.uint8)
+        joined = np.flatnonzero(place >= 0)
+        joined = joined[~lost[place[joined]]]
+        parts[joined, 1] = digest[place[joined]]
+        known[joined] = final[place[joined]]
+    return Work(items, parents, feeds, parts, parts[:, 0].copy(), known, np.zeros(len(rows), bool))
+
+
+def _outcome(plan: StagePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Per row of a planned stage: digest (16,) of the record that stands; it is final; it has failed."""
+    action = codes(plan.table["action"])
+    return as_bytes(plan.table["digest"]), action == ACTIONS.index("reuse"), action == ACTIONS.index("skip")
+
+
+def _combined(raw: np.ndarray) -> np.ndarray:
+    """One digest (item, 16) of the raw inputs (item, kind, 16)."""
+    n, kinds, _ = raw.shape
+    if kinds == 0:
+        return np.zeros((n, 16), np.uint8)
+    if kinds == 1:
+        return np.ascontiguousarray(raw[:, 0])
+    flat = raw.tobytes()
+    whole = b"".join([hashlib.sha256(flat[i : i + 16 * kinds]).digest()[:16] for i in range(0, len(flat), 16 * kinds)])
+    return np.frombuffer(whole, np.uint8).reshape(-1, 16)

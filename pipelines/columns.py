@@ -1,0 +1,73 @@
+"""Arrow columns and numpy arrays, back and forth: item keys, digests and repeated texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+DIGEST = pa.binary(16)
+TEXT = pa.dictionary(pa.int32(), pa.string())  # texts that repeat
+
+
+def find(items: pa.Array, among: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """Position (int64) of each item among others, -1 where absent (or null)."""
+    among = among.combine_chunks() if isinstance(among, pa.ChunkedArray) else among
+    items = items.combine_chunks() if isinstance(items, pa.ChunkedArray) else items
+    if items.equals(among) and not items.null_count:
+        return np.arange(len(items))
+    place = pc.index_in(items, value_set=among)
+    return place.fill_null(-1).to_numpy().astype(np.int64) if len(among) else np.full(len(items), -1)
+
+
+def as_bytes(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """Digests as (item, 16) uint8; null and empty become zeros."""
+    column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if column.type != DIGEST:
+        whole = b"".join([(value or b"").ljust(16, b"\0") for value in column.to_pylist()])
+        return np.frombuffer(whole, np.uint8).reshape(-1, 16)
+    values = np.frombuffer(column.buffers()[1] or b"", np.uint8)[16 * column.offset :][: 16 * len(column)].reshape(
+        -1, 16
+    )
+    if column.null_count:
+        values = np.where(column.is_valid().to_numpy(zero_copy_only=False)[:, None], values, np.uint8(0))
+    return values
+
+
+def as_column(digests: np.ndarray, valid: np.ndarray | None = None) -> pa.Array:
+    """(item, 16) uint8 as a column, null where not valid."""
+    data = pa.py_buffer(np.ascontiguousarray(digests))
+    if valid is None or valid.all():
+        return pa.FixedSizeBinaryArray.from_buffers(DIGEST, len(digests), [None, data])
+    bits = pa.py_buffer(np.packbits(valid, bitorder="little"))
+    return pa.FixedSizeBinaryArray.from_buffers(DIGEST, len(digests), [bits, data])
+
+
+def same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Per row: the two digests (item, 16) are equal."""
+    return (np.ascontiguousarray(a).view(np.uint64) == np.ascontiguousarray(b).view(np.uint64)).all(axis=1)
+
+
+def at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """values[index]; anything where index is -1 (the caller masks it)."""
+    return values[index] if len(values) else np.zeros(len(index), values.dtype)
+
+
+def codes(column: pa.ChunkedArray) -> np.ndarray:
+    return column.combine_chunks().indices.to_numpy()
+
+
+def is_text(column: pa.ChunkedArray, *texts: str) -> np.ndarray:
+    """Per row of a dictionary column: it is one of the texts."""
+    array = column.combine_chunks()
+    wanted = [i for i, text in enumerate(array.dictionary.to_pylist()) if text in texts]
+    return np.isin(array.indices.to_numpy(), wanted)
+
+
+def as_texts(codes: np.ndarray, texts: Sequence[str]) -> pa.DictionaryArray:
+    """Codes and their texts as a dictionary column in which each text occurs once."""
+    unique = list(dict.fromkeys(texts))
+    place = np.array([unique.index(text) for text in texts], np.int32)
+    return pa.DictionaryArray.from_arrays(pa.array(place[codes]), unique)

@@ -1,0 +1,290 @@
+"""Judge the items of one stage against the rows that the manifest has for them.
+
+How one item is decided, given the rows that the manifest has for it, newest first:
+
+    an upstream failed                     skip      upstream failed
+    the stage is forced                    compute   forced
+    an upstream runs, and some row has     maybe     why it would be computed
+        this recipe and these inputs
+    no row at all                          compute   new
+    no row has this fingerprint            compute   what differs from the newest row: settings, weights, input ...
+    else the newest that has it is
+        failed                             skip      failed before          (compute with `retry_failed`)
+        corrupt, or its shard's size is    compute   corrupt
+        in a shard that is gone            compute   missing shard
+        sound                              reuse     unchanged, or earlier run where newer rows exist
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from pipelines.columns import DIGEST, TEXT, as_bytes, as_column, as_texts, at, find, is_text, same
+from pipelines.stage import Stage, Table
+from pipelines.stage_plan import (
+    ACTIONS,
+    CORRUPT,
+    MISSING,
+    READ,
+    SOUND,
+    STORED,
+    UPSTREAM_FAILED,
+    Options,
+    StagePlan,
+    recipe_of,
+)
+from storage.fingerprint import fingerprints, recipe_id
+
+
+class History(Protocol):
+    """What a plan reads of the past: `storage.manifest.Manifest`, or a fake in a test."""
+
+    url: str
+
+    def latest(self, stage: str, columns: Sequence[str] | None = None) -> pa.Table: ...
+    def rows(self, stage: str, columns: Sequence[str] | None = None) -> pa.Table: ...
+    def recipe(self, id: str) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """The items of one stage and what is known of their inputs.
+
+    `parts` (item, entry, 16) uint8 digests; `known` (item,) all of them are final; `failed` (item,) an upstream has
+    no record; `inputs` (item, 16) digest of the raw inputs alone.
+    """
+
+    items: pa.Array
+    parents: pa.Array
+    feeds: tuple[str, ...]
+    parts: np.ndarray
+    inputs: np.ndarray
+    known: np.ndarray
+    failed: np.ndarray
+
+
+_FIXED = ("upstream failed", "forced", "new", "failed before", "corrupt", "missing shard", "unchanged", "earlier run")
+
+
+def judge(stage: Stage | Table, work: Work, manifest: History, sizes: Mapping[str, int], options: Options) -> StagePlan:
+    recipe = recipe_of(stage)
+    rid = recipe_id(recipe)
+    n = len(work.items)
+    known, pending = work.known, ~work.known & ~work.failed
+    forced = np.full(n, stage.name in options.force) & ~work.failed
+    now = np.zeros((n, 16), np.uint8)
+    now[known] = fingerprints(rid, work.parts[known])
+
+    # The newest row of every item, and the newest of its present fingerprint.
+    rows = _arrange(manifest.latest(stage.name, READ))
+    means = _means(rows, rid)
+    newest = find(work.items, rows["item"])
+    has = newest >= 0
+    fits = has & known
+    fits[fits] = same(as_bytes(rows["fingerprint"])[newest[fits]], now[fits])
+    stands = np.where(fits, newest, -1)
+
+    # Rows of earlier runs: the fingerprint may be among them, or become one of them when an upstream has run.
+    search = has & ~fits & ~work.failed & ~forced
+    candidates = None
+    if search.any():
+        past = _past(_arrange(manifest.rows(stage.name, READ)), work, now, rid, search)
+        index = past["index"].to_numpy()
+        stands[index] = np.where(known[index], len(rows) + np.arange(len(past)), -1)
+        faults = _faults(past, sizes)
+        candidates = past.append_column("fault", pa.array(faults, pa.int8())).filter(pa.array(pending[index]))
+        rows = pa.concat_tables([rows, past.select(rows.column_names)])
+    elif pending.any():
+        candidates = _no_candidates(rows)
+
+    fault = _faults(rows, sizes)
+    failure = is_text(rows["status"], "failed")
+    alike = has.copy()  # the newest row is of this recipe and these inputs: only an upstream can differ
+    alike[has] = is_text(rows["recipe"], rid)[newest[has]] & same(
+        as_bytes(rows["inputs"])[newest[has]], work.inputs[has]
+    )
+    judged = np.where(stands >= 0, stands, np.where(pending & alike, newest, -1))
+    stood, seen = stands >= 0, judged >= 0
+    failed_before = stood & at(failure, stands)
+    corrupt = seen & ~failed_before & (at(fault, judged) == CORRUPT)
+    missing = seen & ~failed_before & (at(fault, judged) == MISSING)
+    reuse = stood & ~failed_before & ~corrupt & ~missing & ~forced
+    why, texts = _differences(rows, newest, has, work, recipe, rid, manifest)
+    reason = np.select(
+        [work.failed, forced, ~has, failed_before, corrupt, missing, reuse & fits, reuse],
+        range(len(_FIXED)),
+        default=len(_FIXED) + why,
+    )
+    action = np.full(n, ACTIONS.index("compute"), np.int8)
+    action[reuse] = ACTIONS.index("reuse")
+    action[work.failed | (failed_before & ~forced & (not options.retry_failed))] = ACTIONS.index("skip")
+    if candidates is not None:
+        hopeful = candidates["fault"].to_numpy() == SOUND
+        if options.retry_failed:
+            hopeful &= ~is_text(candidates["status"], "failed")
+        action[candidates["index"].to_numpy()[hopeful]] = ACTIONS.index("maybe")
+
+    visible = has.copy()
+    visible[has] = is_text(rows["status"], "ok", "empty")[newest[has]]
+    again = (action != ACTIONS.index("compute")) & stood & ~fits
+    stored = rows.select(list(STORED)).take(pa.array(np.maximum(stands, 0), mask=~reuse)) if len(rows) else None
+    columns = {
+        "item": work.items,
+        "parent": work.parents,
+        "action": pa.DictionaryArray.from_arrays(pa.array(action), list(ACTIONS)),
+        "reason": as_texts(reason, [*_FIXED, *texts]),
+        "fingerprint": as_column(now, known),
+        "inputs": as_column(work.inputs),
+        "visible": visible,
+        "tries": np.where(failed_before, at(rows["attempts"].to_numpy(), stands), 0).astype(np.int32),
+        **{name: stored[name] if stored else pa.nulls(n, kind) for name, kind in STORED.items()},
+    }
+    return StagePlan(
+        stage, recipe, rid, work.feeds, pa.table(columns),
+        again=_again(stage.name, rid, rows.take(pa.array(stands[again])), work, work.failed & visible),
+        mean_bytes=means[0], mean_seconds=means[1],
+        forced=stage.name in options.force, retry_failed=options.retry_failed,
+        _parts=work.parts if pending.any() else None, _candidates=candidates,
+    )  # fmt: skip
+
+
+def _past(rows: pa.Table, work: Work, now: np.ndarray, rid: str, search: np.ndarray) -> pa.Table:
+    """Rows of any age that stand for an item now, or may once its upstream has run: one per item and fingerprint.
+
+    Two columns are added: `index` of the item, and `newest`, true where no newer row of the item exists.
+    """
+    index = find(rows["item"], work.items)
+    newest = np.zeros(len(rows), bool)
+    newest[np.unique(index, return_index=True)[1]] = True
+    keep = np.flatnonzero((index >= 0) & search[index] & is_text(rows["recipe"], rid))
+    item = index[keep]
+    same_now = same(as_bytes(rows["fingerprint"])[keep], now[item])
+    same_inputs = same(as_bytes(rows["inputs"])[keep], work.inputs[item])
+    keep = keep[np.where(work.known[item], same_now, same_inputs)]
+    groups = pa.table({"i": index[keep], "f": rows["fingerprint"].take(pa.array(keep)), "at": keep})
+    keep = np.sort(groups.group_by(["i", "f"]).aggregate([("at", "min")])["at_min"].to_numpy())
+    keep = keep[np.argsort(index[keep], kind="stable")]
+    found = rows.take(pa.array(keep))
+    found = found.append_column("index", pa.array(index[keep], pa.int64()))
+    return found.append_column("newest", pa.array(newest[keep]))
+
+
+def _no_candidates(rows: pa.Table) -> pa.Table:
+    extra = {"index": pa.int64(), "newest": pa.bool_(), "fault": pa.int8()}
+    schema = pa.schema([*rows.schema, *(pa.field(name, kind) for name, kind in extra.items())])
+    return schema.empty_table()
+
+
+def _faults(rows: pa.Table, sizes: Mapping[str, int]) -> np.ndarray:
+    """Per row (int8): its record is sound, missing or corrupt; sound where there is none because it failed."""
+    shards = rows["shard"].combine_chunks()
+    real = np.array([sizes.get(name, -1) for name in shards.dictionary.to_pylist()] or [-1], np.int64)
+    size = at(real, shards.indices.to_numpy())
+    record = is_text(rows["status"], "ok", "empty") & ~is_text(rows["shard"], "")
+    fault = np.full(len(rows), SOUND, np.int8)
+    fault[record & (size != rows["shard_bytes"].to_numpy())] = CORRUPT
+    fault[record & (size < 0)] = MISSING
+    fault[is_text(rows["status"], "corrupt")] = CORRUPT
+    return fault
+
+
+def _differences(
+    rows: pa.Table,
+    newest: np.ndarray,
+    has: np.ndarray,
+    work: Work,
+    recipe: dict[str, Any],
+    rid: str,
+    manifest: History,
+) -> tuple[np.ndarray, list[str]]:
+    """Why items are not what their newest rows were: (item,) index into the texts, and the texts."""
+    texts: list[str] = []
+    recipes = rows["recipe"].combine_chunks()
+    for id in recipes.dictionary.to_pylist():
+        change = "" if id == rid else recipe_change(manifest.recipe(id), recipe)
+        texts.append(change or ("upstream changed" if work.feeds else "input changed"))
+        texts.append("; ".join(filter(None, [change, "input changed"])))
+    why = np.zeros(len(has), np.int64)
+    new_input = ~same(as_bytes(rows["inputs"])[newest[has]], work.inputs[has])
+    why[has] = 2 * recipes.indices.to_numpy()[newest[has]] + new_input
+    return why, texts
+
+
+def recipe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """How one recipe differs from another, `settings changed: proposals 256 -> 128; weights changed`."""
+    parts = []
+    changes = []
+    if old["extractor"] != new["extractor"]:
+        changes.append(f"extractor {old['extractor']} -> {new['extractor']}")
+    for name in dict.fromkeys([*old["settings"], *new["settings"]]):
+        before, after = (r["settings"].get(name, "(none)") for r in (old, new))
+        if before != after or type(before) is not type(after):
+            changes.append(f"{name} {_short(before)} -> {_short(after)}")
+    if changes:
+        parts.append("settings changed: " + ", ".join(changes))
+    if old["weights"] != new["weights"]:
+        parts.append("weights changed")
+    if old["version"] != new["version"]:
+        parts.append("version changed")
+    return "; ".join(parts) or "settings changed"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _again(stage: str, rid: str, rows: pa.Table, work: Work, hidden: np.ndarray) -> pa.Table:
+    """Rows to commit again, and a failed row in place of each hidden record."""
+    at = np.flatnonzero(hidden)
+    n = len(at)
+    failed: dict[str, Any] = {
+        "item": work.items.take(pa.array(at)),
+        "fingerprint": as_column(np.zeros((n, 16), np.uint8)),
+        "inputs": as_column(work.inputs[at]),
+        "recipe": [rid] * n,
+        "status": ["failed"] * n,
+        "shard": [""] * n,
+        "error_class": [UPSTREAM_FAILED] * n,
+        "error_text": [f"{' or '.join(work.feeds)} has no record of this item any more"] * n,
+        "mapped": [False] * n,
+        "digest": pa.nulls(n, DIGEST),
+        "attempts": [1] * n,
+        "seconds": [0.0] * n,
+        **{name: [0] * n for name in ("first_row", "rows", "bytes", "shard_bytes")},
+    }
+    rows = rows.select(list(READ))
+    table = pa.concat_tables([rows, _arrange(pa.table({name: failed[name] for name in READ}))]).combine_chunks()
+    return table.add_column(0, "stage", pa.array([stage] * len(table), pa.string()))
+
+
+def _means(rows: pa.Table, rid: str) -> tuple[float | None, float | None]:
+    """Mean bytes and seconds of past records, of this recipe if it has some."""
+    made = is_text(rows["status"], "ok", "empty")
+    if (same := made & is_text(rows["recipe"], rid)).any():
+        made = same
+    if not made.any():
+        return None, None
+    return float(rows["bytes"].to_numpy()[made].mean()), float(rows["seconds"].to_numpy()[made].mean())
+
+
+def _arrange(table: pa.Table) -> pa.Table:
+    """Manifest rows in the types used here: one chunk a column, repeated texts as dictionaries."""
+    columns = {}
+    for name in READ:
+        column = table[name].combine_chunks() if isinstance(table[name], pa.ChunkedArray) else table[name]
+        kind = STORED.get(name, DIGEST if name in ("fingerprint", "inputs") else pa.string())
+        if name == "recipe" or pa.types.is_dictionary(kind):
+            kind = TEXT
+            if not pa.types.is_dictionary(column.type):
+                column = column.cast(pa.string()).dictionary_encode()
+        elif kind == DIGEST and column.type != kind:
+            column = as_column(as_bytes(column))
+        columns[name] = column.cast(kind)
+    return pa.table(columns)
