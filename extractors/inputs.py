@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -42,3 +43,33 @@ class Clip:
 
     path: Path
     kind: Literal["sens", "folder", "video"]
+
+
+@dataclass(frozen=True)
+class ObjectGroup:
+    """One annotated object of a mesh.
+
+    Attributes:
+        object_id: id within the scan, from 0.
+        label: raw category, as the annotator typed it.
+        segments: (segment,) int64 ids of the mesh segments that make it up.
+    """
+
+    object_id: int
+    label: str
+    segments: np.ndarray
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Instance annotation of one mesh, as in its files.
+
+    Attributes:
+        segment: (vertex,) int64 segment id of every vertex.
+        groups: the objects in the order of the file; an object may be listed twice.
+        nyu40: raw category -> nyu40 id (0..40) of the dataset's label table.
+    """
+
+    segment: np.ndarray
+    groups: tuple[ObjectGroup, ...]
+    nyu40: Mapping[str, int]
