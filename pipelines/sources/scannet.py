@@ -54,13 +54,13 @@ class ScanNet:
         Raises:
             MissingFile: no such folder, no scenes in it, or no list of that split.
         """
-        found = self._found[1]
+        wanted = set(self.scenes) or self._found[1]
         if self.split != "all":
             listed = self._listed()
-            found = found & listed
-            if not found:
+            wanted = wanted & listed
+            if not wanted:
                 raise MissingFile(f"{self.root}: none of the {len(listed)} scenes of split {self.split} is there")
-        return sorted(found if not self.scenes else listed & set(self.scenes) if self.split != "all" else self.scenes)
+        return sorted(wanted)
 
     def files(self, key: str, kind: str) -> list[Path]:
         """The files that make up one input."""
@@ -114,11 +114,12 @@ class ScanNet:
         """The layout in use and the scenes that it has."""
         if not self.root.is_dir():
             raise MissingFile(f"{self.root}: no such folder; source.root is the folder that holds ScanNet's scans/")
+        folders = (p for base in self._bases for p in base.iterdir() if p.is_dir())
         scenes: dict[Layout, set[str]] = {
-            "scans": {p.name for base in self._bases for p in base.iterdir() if re.fullmatch(r"scene.*_\d+", p.name) and p.is_dir()},
+            "scans": {p.name for p in folders if re.fullmatch(r"scene.*_\d+", p.name)},
             "scanqa": {re.sub(r"(_aligned)?_vert$", "", p.stem) for p in self.root.glob("scannet_data/*_vert.npy")},
             "mmdet3d": {p.stem for p in self._points.glob("*.bin")},
-        }  # fmt: skip
+        }
         wanted: Sequence[Layout] = list(scenes) if self.layout == "auto" else [self.layout]
         layout = next((name for name in wanted if scenes[name]), None)
         if layout is None:
@@ -229,9 +230,7 @@ def _read_alignments(infos: Path, _changed: int) -> dict[str, np.ndarray]:
     if isinstance(data, dict):
         entries = [(e["lidar_points"]["lidar_path"], e.get("axis_align_matrix")) for e in data["data_list"]]
     else:
-        entries = [
-            (e["point_cloud"]["lidar_idx"], (e.get("annos") or {}).get("axis_align_matrix")) for e in data
-        ]  # fmt: skip
+        entries = [(e["point_cloud"]["lidar_idx"], (e.get("annos") or {}).get("axis_align_matrix")) for e in data]
     return {Path(name).stem: _rigid(m, f"{infos}: axis_align_matrix of {name}") for name, m in entries if m is not None}
 
 
