@@ -19,6 +19,13 @@ from storage.errors import SchemaError
 Record = dict[str, np.ndarray]
 
 _TEXT = {"string": str, "bytes": bytes}
+_NUMBERS = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    "float16",
+    "float32",
+    "float64",
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,12 @@ class Column:
     doc: str = ""
 
     def __post_init__(self) -> None:
-        if self.dtype not in _TEXT:
-            np.dtype(self.dtype)
+        if self.dtype not in _TEXT and np.dtype(self.dtype).name not in _NUMBERS:
+            raise ValueError(f"dtype {self.dtype!r} can't be stored; choose one of {', '.join([*_NUMBERS, *_TEXT])}")
+        if self.dtype in _TEXT and self.dims != ():
+            raise ValueError(f"a {self.dtype} column holds one value per element, so its dims are (), not {self.dims}")
+        if any(size is not None and size < 1 for size in self.dims):
+            raise ValueError(f"dims {self.dims}: every size is at least 1")
         if None in self.dims and self.dims != (None,):
             raise ValueError(f"dims {self.dims}: None (any length) is allowed only alone, as (None,)")
         if self.nullable and not (self.dtype.startswith("float") and None not in self.dims):
@@ -82,6 +93,10 @@ class Schema:
     def __post_init__(self) -> None:
         if "item" in self.columns:
             raise ValueError("column name 'item' is taken: it holds the item key in every shard")
+        if bad := [name for name in self.columns if not name.isidentifier()]:
+            raise ValueError(f"column names {bad} are not identifiers (letters, digits, underscores)")
+        if not self.columns:
+            raise ValueError("a schema needs at least one column")
         object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mappingproxy does not pickle
@@ -92,15 +107,17 @@ class Schema:
         return len(next(iter(record.values()))) if self.element else 1
 
     def check(self, record: Mapping[str, Any], where: str) -> Record:
-        """Return the record as C-contiguous arrays of the declared dtypes.
+        """Return the record as it will be read back: C-contiguous arrays of the declared dtypes.
+
+        Lists become 1-D arrays of the column's dtype, and every NaN of a nullable column the same NaN.
 
         Args:
             record: column name -> array.
             where: `stage item`, for the error text.
 
         Raises:
-            SchemaError: a column is missing, unknown, of another shape or dtype, or the
-                columns disagree on the number of elements.
+            SchemaError: a column is missing, unknown, of another shape or dtype, the columns
+                disagree on the number of elements, or a text value is not of its column's type.
         """
         if missing := self.columns.keys() - record.keys():
             raise SchemaError(f"{where}: no column {sorted(missing)}; return it or drop it from the schema")
@@ -121,8 +138,10 @@ class Schema:
                 if count is None:
                     count = len(array)
                 elif len(array) != count:
-                    raise SchemaError(f"{where}: '{name}' has {len(array)} {self.element}s, the columns before it {count}")
-            checked[name] = np.ascontiguousarray(array).reshape(array.shape)
+                    raise SchemaError(
+                        f"{where}: '{name}' has {len(array)} {self.element}s, the columns before it {count}"
+                    )
+            checked[name] = _stored(column, self.format, array, f"{where}: '{name}'")
         return checked
 
     def to_json(self) -> dict[str, Any]:
@@ -140,3 +159,27 @@ class Schema:
         """Rebuild a schema from `to_json`'s output."""
         columns = {n: Column(**{**c, "dims": tuple(c["dims"])}) for n, c in data["columns"].items()}
         return cls(columns, data["element"], data["format"], data["compress"])
+
+
+def _stored(column: Column, format: str, array: np.ndarray, where: str) -> np.ndarray:
+    """The array as it is read back; text and lists are checked value by value."""
+    if column.dtype in _TEXT:
+        for value in array.flat:
+            if type(value) is not _TEXT[column.dtype]:
+                raise SchemaError(f"{where} holds {value!r:.60}, expected {_TEXT[column.dtype].__name__}")
+            if format == "hdf5" and column.dtype == "string" and "\0" in value:
+                raise SchemaError(f"{where} holds a string with a NUL, which HDF5 can't store; use dtype 'bytes'")
+        return array
+    if column.numpy == object:
+        lists = np.empty(array.shape, object)
+        for index, value in np.ndenumerate(array):
+            values = np.asarray(value)
+            if values.ndim != 1 or not (len(values) == 0 or np.can_cast(values.dtype, column.dtype, "same_kind")):
+                raise SchemaError(
+                    f"{where} holds {values.dtype} of shape {values.shape}, expected a list of {column.dtype}"
+                )
+            lists[index] = values.astype(column.dtype)
+        return lists
+    if column.nullable and np.isnan(array).any():
+        array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
+    return np.ascontiguousarray(array).reshape(array.shape)

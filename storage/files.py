@@ -1,0 +1,196 @@
+"""The files of a store, in a folder or under an fsspec URL: published whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.errors import CacheError, StoreUnwritable
+
+TEMPORARY = ".tmp-"
+_RESERVED = {"manifest", "recipes", "locks"}
+
+
+def check_stage(stage: str) -> str:
+    """Return the stage name, which is also a folder of the store; raise ValueError where it can't be one."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", stage) or stage in _RESERVED:
+        raise ValueError(
+            f"stage name {stage!r}: use letters, digits, '_', '-' and '.', at most 100, and none of {sorted(_RESERVED)}"
+        )
+    return stage
+
+
+def check_item(item: str) -> str:
+    """Return the item key, any text of at least one character; raise ValueError where it can't be stored."""
+    if not item or "\0" in item or any("\ud800" <= c <= "\udfff" for c in item):
+        raise ValueError(f"item key {item!r:.80}: use valid Unicode text, not empty, without NUL")
+    return item
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """Size in bytes and time of the last change, seconds since the epoch."""
+
+    size: int
+    mtime: float
+
+
+class Folder:
+    """A store's files by their name relative to it (`votenet/3f2a.parquet`).
+
+    Attributes:
+        url: as given, without a trailing slash.
+        local: the folder as a path, None under a URL such as s3:// or gs://.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        self.url = os.fspath(url).removeprefix("file://").rstrip("/") or "/"
+        self.local: Path | None = None if "://" in self.url else Path(self.url).absolute()
+        self.url = str(self.local or self.url)
+        self._remote: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Folder, (self.url,)
+
+    @property
+    def fs(self) -> Any:
+        """fsspec file system of a remote store."""
+        if self._remote is None:
+            import fsspec
+
+            self._remote = fsspec.core.url_to_fs(self.url)[0]
+        return self._remote
+
+    def path(self, name: str) -> str:
+        """Full path (or URL) of a file of the store."""
+        return f"{self.url.rstrip('/')}/{name}"
+
+    def put(self, name: str, write: Callable[[str], None]) -> int:
+        """Let `write` fill a temporary file, then publish it under `name`; return its size in bytes.
+
+        On disk: a temporary file in the same folder, fsync of file and folder, rename. Under a URL: one upload, which
+        object stores show whole or not at all.
+
+        Raises:
+            StoreUnwritable: disk full, read-only, no permission; the temporary file is gone.
+        """
+        with unwritable(self.path(name)), self._temporary(name) as temporary:
+            write(temporary)
+            size = os.path.getsize(temporary)
+            if self.local is None:
+                self.fs.put_file(temporary, self.path(name))
+                return size
+            sync(temporary)
+            os.replace(temporary, self.path(name))
+            sync(os.path.dirname(self.path(name)))
+            return size
+
+    @contextmanager
+    def _temporary(self, name: str) -> Iterator[str]:
+        if self.local is None:
+            with tempfile.TemporaryDirectory() as folder:
+                yield os.path.join(folder, os.path.basename(name))
+            return
+        target = self.local / name
+        if not target.parent.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            sync(target.parent.parent)
+        temporary = target.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{target.name}")
+        try:
+            yield str(temporary)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def read(self, name: str) -> bytes:
+        """Content of a file; FileNotFoundError where there is none."""
+        if self.local is not None:
+            return (self.local / name).read_bytes()
+        return bytes(self.fs.cat_file(self.path(name)))
+
+    def exists(self, name: str) -> bool:
+        return (self.local / name).is_file() if self.local is not None else bool(self.fs.isfile(self.path(name)))
+
+    def delete(self, name: str) -> None:
+        with unwritable(self.path(name)):
+            os.unlink(self.path(name)) if self.local is not None else self.fs.rm_file(self.path(name))
+
+    def folders(self) -> list[str]:
+        """Names of the folders of the store, sorted."""
+        if self.local is not None:
+            return sorted(e.name for e in os.scandir(self.local) if e.is_dir()) if self.local.is_dir() else []
+        if not self.fs.isdir(self.url):
+            return []
+        listing = self.fs.ls(self.url, detail=True, refresh=True)
+        return sorted(e["name"].rstrip("/").rsplit("/", 1)[-1] for e in listing if e["type"] == "directory")
+
+    def files(self, folder: str) -> dict[str, FileInfo]:
+        """Files directly in a folder of the store, by their names relative to the store; {} where there is no folder."""
+        found: dict[str, FileInfo] = {}
+        if self.local is not None:
+            with suppress(FileNotFoundError), os.scandir(self.local / folder) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # renamed or removed while we list
+                        if entry.is_file():
+                            stat = entry.stat()
+                            found[f"{folder}/{entry.name}"] = FileInfo(stat.st_size, stat.st_mtime)
+            return found
+        with suppress(FileNotFoundError):
+            for entry in self.fs.ls(self.path(folder), detail=True, refresh=True):
+                if entry["type"] == "file":
+                    when = (
+                        entry.get("LastModified") or entry.get("mtime") or entry.get("created") or entry.get("updated")
+                    )
+                    name = f"{folder}/{entry['name'].rsplit('/', 1)[-1]}"
+                    found[name] = FileInfo(entry["size"], when.timestamp() if hasattr(when, "timestamp") else 0.0)
+        return found
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """fsync a file or a folder."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def unwritable(path: str) -> Iterator[None]:
+    """Turn what the disk, Arrow, HDF5 or Delta Lake say about a failed write into StoreUnwritable."""
+    from deltalake.exceptions import DeltaError
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except CacheError:
+        raise
+    except (OSError, ArrowException, DeltaError) as error:
+        if isinstance(error, FileNotFoundError) and error.errno == errno.ENOENT:
+            raise
+        raise StoreUnwritable(
+            f"can't write {path}: {error} ({free_space(path)}). Make room or give a store on another disk, then run "
+            "again: what was committed before is kept"
+        ) from error
+
+
+def free_space(path: str) -> str:
+    """`1.2 GB free`, of the disk that holds the nearest existing parent of a path."""
+    if "://" in path:
+        return "remote store"
+    parent = Path(path)
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    try:
+        return f"{shutil.disk_usage(parent).free / 1e9:.3f} GB free at {parent}"
+    except OSError:
+        return f"free space of {parent} is unknown"

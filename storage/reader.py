@@ -1,0 +1,405 @@
+"""Records by key, from a store at one snapshot."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.errors import CorruptShard, RecordMissing, StoreNotFound
+from storage.files import Folder
+from storage.manifest import EMPTY, Manifest, Row
+from storage.schema import Record, Schema
+from storage.shards import Shard, Values, open_shard
+
+_SINGLE_LOOKUPS = 8  # keys looked up one by one in the manifest before a stage's index is read whole
+
+
+def open(
+    url: str | os.PathLike[str] | None = None, snapshot: int | None = None, lock: str | os.PathLike[str] | None = None
+) -> Cache:
+    """Open a store for reading.
+
+    Args:
+        url: folder or fsspec URL.
+        snapshot: version to read, the newest by default.
+        lock: a file that `Cache.lock` wrote: reads the snapshot it names (of `url` where that is given too).
+
+    Raises:
+        StoreNotFound: no such store or snapshot, or the lock is of another store.
+    """
+    id = ""
+    if lock is not None:
+        named = json.loads(Path(lock).read_text())
+        url, snapshot, id = url or named["url"], named["snapshot"], named["manifest"]
+    if url is None:
+        raise TypeError("give the store's url, or lock=FILE")
+    cache = Cache(url, snapshot)
+    if id and cache.manifest.id != id:
+        raise StoreNotFound(
+            f"{lock} is of another store than {cache.url}: it names manifest {id}, here is {cache.manifest.id}"
+        )
+    return cache
+
+
+class Cache:
+    """A store at one snapshot: a mapping from stage to `Records`. It pickles, and works in forked and spawned processes."""
+
+    def __init__(self, url: str | os.PathLike[str], snapshot: int | None = None) -> None:
+        self.manifest = Manifest(url, snapshot)
+        self.url = self.manifest.folder.url
+        if self.manifest.snapshot == EMPTY:
+            raise StoreNotFound(f"no store at {self.url}: it has no manifest. A run with --store makes one")
+        self._records: dict[str, Records] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Cache, (self.url, self.snapshot)
+
+    def __repr__(self) -> str:
+        return f"Cache({self.url!r}, snapshot={self.snapshot}, stages={self.stages})"
+
+    @property
+    def snapshot(self) -> int:
+        """Version of the manifest that is read; give it to `open` to read the same again."""
+        return self.manifest.snapshot
+
+    @property
+    def stages(self) -> list[str]:
+        return self.manifest.stages()
+
+    def refresh(self) -> None:
+        """Move on to the newest snapshot. `Records` taken before stay where they are."""
+        self.manifest = Manifest(self.url)
+        self._records = {}
+
+    def __getitem__(self, stage: str) -> Records:
+        if stage not in self._records:
+            if stage not in self.stages:
+                raise StoreNotFound(f"{self.url} has no stage {stage!r}{_near(stage, self.stages)}")
+            self._records[stage] = Records(_Stage(self.manifest, stage))
+        return self._records[stage]
+
+    def join(self, *stages: str | Records, missing: Literal["drop", "raise", "mask"] = "drop") -> Join:
+        """Several stages under the same keys.
+
+        Args:
+            stages: names, or `Records` with a selection of columns.
+            missing: what to do about keys that not all stages have: leave them out, raise, or give None for what is absent.
+
+        Raises:
+            RecordMissing: with `raise`, naming some of the keys.
+        """
+        return Join([self[stage] if isinstance(stage, str) else stage for stage in stages], missing)
+
+    def lock(self, path: str | os.PathLike[str] | None = None) -> Path | str:
+        """Write a lock file: what it names is kept by `gc` until the file in the store's `locks` folder is removed.
+
+        Args:
+            path: where to write a further copy, beside a checkpoint for instance; `open(lock=path)` reads it.
+
+        Returns:
+            Path of that copy, or of the file in the store.
+        """
+        content = {
+            "url": self.url, "snapshot": self.snapshot, "stages": self.stages, "manifest": self.manifest.id,
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "for": os.path.abspath(path) if path else "",
+        }  # fmt: skip
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+        def write(target: str) -> None:
+            Path(target).write_text(text, encoding="utf8")
+
+        name = f"locks/{self.snapshot}{'-' + Path(path).stem if path else ''}.json"
+        self.manifest.folder.put(name, write)
+        if path is None:
+            return self.manifest.folder.path(name)
+        path = Path(path).absolute()
+        Folder(path.parent).put(path.name, write)
+        return path
+
+
+@dataclass
+class _Index:
+    """Where the records of a stage lie: position by key, and per position shard number, first row and row count."""
+
+    position: dict[str, int]
+    shard: array[int]
+    first: array[int]
+    rows: array[int]
+    shards: list[tuple[str, int, bool]]
+
+
+class _Stage:
+    """What all selections of a stage's records share: its rows in the manifest, and its open shards."""
+
+    def __init__(self, manifest: Manifest, name: str) -> None:
+        self.manifest, self.name = manifest, name
+        self._found: dict[str, Row | None] = {}
+        self._index: _Index | None = None
+        self._schema: Schema | None = None
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened, (self.manifest.folder.url, self.manifest.snapshot, self.name)
+
+    @property
+    def index(self) -> _Index:
+        if self._index is None:
+            with self._lock:
+                if self._index is None:
+                    self._index = self._read_index()
+        return self._index
+
+    @property
+    def indexed(self) -> bool:
+        return self._index is not None
+
+    def _read_index(self) -> _Index:
+        columns = ["item", "status", "shard", "first_row", "rows", "shard_bytes", "mapped"]
+        table = self.manifest.latest(self.name, columns)
+        table = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
+        encoded = pc.dictionary_encode(table["shard"].combine_chunks())
+        numbers = encoded.indices.to_numpy()
+        _, samples = np.unique(numbers, return_index=True)
+        sizes, mapped = table["shard_bytes"].to_numpy()[samples].tolist(), table["mapped"].to_numpy()[samples].tolist()
+        return _Index(
+            dict(zip(table["item"].to_pylist(), range(table.num_rows), strict=True)),
+            array("q", numbers.astype(np.int64).tobytes()),
+            array("q", table["first_row"].to_numpy().tobytes()),
+            array("q", table["rows"].to_numpy().tobytes()),
+            list(zip(encoded.dictionary.to_pylist(), sizes, mapped, strict=True)),
+        )
+
+    def row(self, key: str) -> Row:
+        """The manifest row of a key, whatever its status; RecordMissing where there is none."""
+        if key not in self._found:
+            self._found[key] = self.manifest.find(self.name, key) if isinstance(key, str) and key else None
+        row = self._found[key]
+        if row is None:
+            raise RecordMissing(f"{self.name} has no record for {key!r}{_near(key, list(self.index.position))}")
+        return row
+
+    def readable(self, key: str) -> Row:
+        row = self.row(key)
+        if row.status not in ("ok", "empty"):
+            text = f": {row.error_class}: {row.error_text}" if row.error_class else ""
+            raise RecordMissing(f"{self.name} has no record for {key!r}, it is marked {row.status}{text}")
+        return row
+
+    def many_lookups(self) -> bool:
+        return len(self._found) >= _SINGLE_LOOKUPS
+
+    def open(self, shard: tuple[str, int, bool]) -> Shard:
+        return open_shard(self.manifest.folder, *shard)
+
+    @property
+    def schema(self) -> Schema:
+        if self._schema is None:
+            shards = self.index.shards
+            if not shards:
+                raise StoreNotFound(
+                    f"{self.name} has no record yet, so its columns are unknown; `scenecache failures` says why"
+                )
+            self._schema = self.open(shards[-1]).schema
+        return self._schema
+
+
+def _reopened(url: str, snapshot: int, name: str) -> _Stage:
+    return Cache(url, snapshot)[name]._stage
+
+
+class Records(Mapping[str, Record]):
+    """The records of a stage by item key, sorted by key.
+
+    Arrays are read-only views of the mapped shard where it is mapped; copy (`np.array`) what you want to change.
+    Failed items are not among the keys; asking for one raises RecordMissing with its error.
+    """
+
+    def __init__(self, stage: _Stage, columns: tuple[str, ...] | None = None) -> None:
+        self._stage = stage
+        self._names = columns
+        self._open: dict[int, list[tuple[str, Values]]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Records, (self._stage, self._names)
+
+    def __repr__(self) -> str:
+        return f"Records({self.stage!r}, {self._names or 'all columns'}, snapshot={self._stage.manifest.snapshot})"
+
+    @property
+    def stage(self) -> str:
+        return self._stage.name
+
+    @property
+    def schema(self) -> Schema:
+        """Columns of the records, those selected."""
+        schema = self._stage.schema
+        if self._names is None:
+            return schema
+        return Schema({n: schema.columns[n] for n in self._names}, schema.element, schema.format, schema.compress)
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What made the newest record: extractor, version, settings, weights. `row(key).recipe` has the id for one item."""
+        latest = self._stage.manifest.latest(self.stage, ["recipe", "time"])
+        newest = int(np.argmax(latest["time"].cast("int64").to_numpy()))
+        return self._stage.manifest.recipe(latest["recipe"][newest].as_py())
+
+    def select(self, *columns: str) -> Records:
+        """The same records with some columns only, which reads faster."""
+        if unknown := [c for c in columns if c not in self._stage.schema.columns]:
+            known = list(self._stage.schema.columns)
+            raise StoreNotFound(
+                f"{self.stage} has no column {unknown[0]!r}{_near(unknown[0], known)}; it has {', '.join(known)}"
+            )
+        return Records(self._stage, columns)
+
+    def row(self, key: str) -> Row:
+        """The manifest row of a key: status, fingerprint, recipe, digest, seconds ... also of a failed one."""
+        return self._stage.row(key)
+
+    def digest(self, key: str) -> bytes:
+        """Digest of a record's content."""
+        return self._stage.readable(key).digest
+
+    def __getitem__(self, key: str) -> Record:
+        index = self._stage._index
+        if index is None:
+            if not self._stage.many_lookups():
+                return self._read(self._stage.readable(key))
+            index = self._stage.index
+        try:
+            position = index.position[key]
+        except (KeyError, TypeError):
+            self._stage.readable(key)  # raises with the reason
+            raise
+        number = index.shard[position]
+        try:
+            columns = self._open[number]
+        except KeyError:
+            columns = self._columns(number)
+        first = index.first[position]
+        rows = slice(first, first + index.rows[position])
+        return {name: values[rows] for name, values in columns}
+
+    def _columns(self, number: int) -> list[tuple[str, Values]]:
+        shard = self._stage.open(self._stage.index.shards[number])
+        columns = [(name, shard.columns[name]) for name in self._names or shard.columns]
+        if shard.schema.element is None:
+            columns = [(name, _Single(values)) for name, values in columns]
+        self._open[number] = columns
+        return columns
+
+    def _read(self, row: Row) -> Record:
+        return read_record(self._stage.manifest.folder, row, columns=self._names)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._stage.index.position
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stage.index.position)
+
+    def __len__(self) -> int:
+        return len(self._stage.index.position)
+
+
+class _Single:
+    """Values without an element axis."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        values = self._values[rows]
+        return values.reshape(values.shape[1:])
+
+
+class Join(Mapping[str, dict[str, Record | None]]):
+    """Several stages' records by key: `join[key]["votenet"]["feature"]`."""
+
+    def __init__(self, records: Sequence[Records], missing: str = "drop") -> None:
+        if missing not in ("drop", "raise", "mask"):
+            raise ValueError(f"missing={missing!r}: use 'drop', 'raise' or 'mask'")
+        if len({r.stage for r in records}) != len(records) or not records:
+            raise ValueError(f"join needs different stages, got {[r.stage for r in records]}")
+        self._records, self.missing = tuple(records), missing
+        everywhere = set(records[0]).intersection(*records[1:])
+        anywhere = set(records[0]).union(*records[1:])
+        if missing == "raise" and everywhere != anywhere:
+            gaps = [f"{r.stage} lacks {len(gap)}, {min(gap)!r} for one" for r in records if (gap := anywhere - set(r))]
+            raise RecordMissing(
+                f"{len(anywhere - everywhere)} of {len(anywhere)} keys are not in all stages: {'; '.join(gaps)}"
+            )
+        self._keys = dict.fromkeys(sorted(anywhere if missing == "mask" else everywhere))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Join, (self._records, self.missing)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return tuple(r.stage for r in self._records)
+
+    @property
+    def records(self) -> tuple[Records, ...]:
+        """What is joined, in order."""
+        return self._records
+
+    def __getitem__(self, key: str) -> dict[str, Record | None]:
+        if key not in self._keys:
+            raise RecordMissing(
+                f"no record for {key!r} in the join of {', '.join(self.stages)}{_near(key, list(self._keys))}"
+            )
+        return {r.stage: r[key] if self.missing != "mask" or key in r else None for r in self._records}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def read_record(
+    url: str | os.PathLike[str] | Folder, row: Row, schema: Schema | None = None, columns: Sequence[str] | None = None
+) -> Record:
+    """Read one record by its manifest row, without an index; what workers use.
+
+    Args:
+        schema: the stage's schema; where given, a shard with other columns is an error.
+        columns: names of the columns to read, all by default.
+
+    Raises:
+        CorruptShard: the shard is missing or not what the row says.
+    """
+    folder = url if isinstance(url, Folder) else Folder(url)
+    shard = open_shard(folder, row.shard, row.shard_bytes, row.mapped)
+    rows = slice(row.first_row, row.first_row + row.rows)
+    if schema is not None and dict(shard.schema.columns) != dict(schema.columns):
+        raise CorruptShard(f"{row.shard} holds columns {list(shard.schema.columns)}, expected {list(schema.columns)}")
+    record = {name: shard.columns[name][rows] for name in columns or shard.columns}
+    if shard.schema.element is None:
+        return {name: values.reshape(values.shape[1:]) for name, values in record.items()}
+    return record
+
+
+def _near(name: Any, known: Sequence[str]) -> str:
+    """`; did you mean ...?` with names like the one given."""
+    if len(known) > 5000:  # comparing with all would take seconds
+        known = [k for k in known if k[:4] == str(name)[:4]][:5000] or known[:5000]
+    close = difflib.get_close_matches(str(name), known, n=3)
+    if close:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    return f"; there are {len(known)}, such as {', '.join(map(repr, known[:3]))}" if known else ""

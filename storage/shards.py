@@ -1,0 +1,268 @@
+"""Shards opened for reading: columns that are sliced by element rows.
+
+A local shard is mapped into memory. Columns whose bytes lie in the file as numpy has them (see `storage/parquet.py` and
+`storage/hdf5.py`) are views of the mapping; the others are decoded in pieces, of which a process keeps the latest ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from storage.errors import CorruptShard
+from storage.files import Folder
+from storage.schema import Record, Schema
+
+DECODED_BYTES = 256 << 20  # decoded pieces that a process keeps
+
+
+class Values(Protocol):
+    """One column of a shard. An ndarray is one."""
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Elements `rows` (start and stop given, step 1), first axis = elements, read-only."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An open shard: its schema and its columns."""
+
+    schema: Schema
+    columns: Mapping[str, Values]
+
+
+class Bits:
+    """Booleans that Parquet keeps as bits, the lowest of each byte first."""
+
+    def __init__(self, data: np.ndarray, dims: tuple[int, ...]) -> None:
+        self._data, self._dims, self._width = data, dims, int(np.prod(dims, dtype=int))
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, last = rows.start * self._width, rows.stop * self._width
+        bits = np.unpackbits(self._data[first // 8 : -(-last // 8)], bitorder="little")
+        values = bits[first % 8 : first % 8 + last - first].view(bool).reshape(-1, *self._dims)
+        values.flags.writeable = False
+        return values
+
+
+class Narrow:
+    """Integers of 8 and 16 bits, which Parquet keeps in 32."""
+
+    def __init__(self, data: np.ndarray, dtype: np.dtype) -> None:
+        self._data, self._dtype = data, dtype
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        values = self._data[rows].astype(self._dtype)
+        values.flags.writeable = False
+        return values
+
+
+class Text:
+    """Strings or bytes, each behind its length in 4 bytes. The offsets are found on first use."""
+
+    def __init__(self, data: memoryview, rows: int, kind: type) -> None:
+        self._data, self._rows, self._kind = data, rows, kind
+        self._starts: np.ndarray | None = None
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        starts = self._starts if self._starts is not None else self._find()
+        values = np.empty(rows.stop - rows.start, object)
+        bounds = starts[rows.start : rows.stop + 1].tolist()
+        for i in range(len(values)):
+            value = self._data[bounds[i] + 4 : bounds[i + 1]]
+            values[i] = str(value, "utf8") if self._kind is str else bytes(value)
+        values.flags.writeable = False
+        return values
+
+    def _find(self) -> np.ndarray:
+        starts = np.zeros(self._rows + 1, np.int64)
+        unpack, data, position = struct.Struct("<I").unpack_from, self._data, 0
+        for i in range(self._rows):
+            position += 4 + unpack(data, position)[0]
+            starts[i + 1] = position
+        self._starts = starts
+        return starts
+
+
+class Decoded:
+    """Values that a library decodes, a group of rows at a time.
+
+    Args:
+        source: identity of the file and column, for the pieces that are kept.
+        bounds: first row of each group, and the number of rows at the end.
+        decode: group number -> its values.
+        empty: array of no elements.
+    """
+
+    def __init__(
+        self, source: tuple, bounds: list[int], decode: Callable[[int], np.ndarray], empty: np.ndarray
+    ) -> None:
+        self._source, self._bounds, self._decode, self._empty = source, np.array(bounds), decode, empty
+        empty.flags.writeable = False
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        if rows.start >= rows.stop:
+            return self._empty
+        first, last = np.searchsorted(self._bounds, [rows.start, rows.stop - 1], side="right") - 1
+        parts = []
+        for group in range(first, last + 1):
+            start = int(self._bounds[group])
+            parts.append(
+                _pieces.get((*self._source, group), self._group)[max(rows.start - start, 0) : rows.stop - start]
+            )
+        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        values.flags.writeable = False
+        return values
+
+    def _group(self, key: tuple) -> np.ndarray:
+        return self._decode(key[-1])
+
+
+class _Pieces:
+    """Decoded pieces of shards, the least recently used dropped first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple, np.ndarray] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple, decode: Callable[[tuple], np.ndarray]) -> np.ndarray:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        values = decode(key)
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = values
+                self._bytes += _memory(values)
+                while self._bytes > DECODED_BYTES and len(self._kept) > 1:
+                    self._bytes -= _memory(self._kept.popitem(last=False)[1])
+        return values
+
+    def clear(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def _memory(values: np.ndarray) -> int:
+    if values.dtype != object:
+        return values.nbytes
+    return sum(getattr(value, "nbytes", None) or len(value) + 60 for value in values.flat) + values.nbytes
+
+
+_pieces = _Pieces()
+_open: dict[str, tuple[tuple[int, int, int], Shard]] = {}  # path -> (inode, size, mtime), shard
+# A fork may happen while another thread holds the lock: the child starts with fresh ones.
+os.register_at_fork(after_in_child=_pieces.clear)
+
+
+def open_shard(folder: Folder, name: str, size: int, mapped: bool) -> Shard:
+    """Open a shard, or return the one this process has open already.
+
+    Args:
+        name: path relative to the store.
+        size: size in bytes that the manifest names.
+        mapped: whether the manifest says that the fixed columns can be mapped.
+
+    Raises:
+        CorruptShard: the file is absent, of another size, or can't be parsed.
+    """
+    from storage import hdf5, parquet
+
+    path = folder.path(name)
+    try:
+        if folder.local is None:
+            state = (0, folder.fs.size(path), 0)
+        else:
+            stat = os.stat(path)
+            state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    except FileNotFoundError as error:
+        raise CorruptShard(
+            f"shard {path} is missing; `scenecache verify` lists its items, a run makes them again"
+        ) from error
+    if (known := _open.get(path)) and known[0] == state:
+        return known[1]
+    if state[1] != size:
+        raise CorruptShard(
+            f"shard {path} has {state[1]} bytes, the manifest says {size}; `scenecache verify` lists its items"
+        )
+    try:
+        shard = (hdf5 if name.endswith(".h5") else parquet).read(folder, name, state, mapped)
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise CorruptShard(
+            f"shard {path} can't be opened: {error}; `scenecache verify --deep` finds what is lost"
+        ) from error
+    _open[path] = (state, shard)
+    return shard
+
+
+def prove(shard: Shard, records: Sequence[Record], path: str) -> None:
+    """Compare what the mapping of a shard shows with the records that were to be written, to the last bit.
+
+    Raises:
+        CorruptShard: they differ.
+    """
+    for name, values in shard.columns.items():
+        if isinstance(values, Decoded):
+            continue
+        first = 0
+        for record in records:
+            expected = record[name] if shard.schema.element else record[name][None]
+            if not same(values[first : first + len(expected)], expected):
+                raise CorruptShard(
+                    f"{path}: '{name}' reads back differently from row {first} on. The record was changed after it was added, "
+                    f"or the disk is faulty, or this library version lays files out in another way (then compress=True in the "
+                    "schema avoids the mapping)"
+                )
+            first += len(expected)
+
+
+def same(found: np.ndarray, expected: np.ndarray) -> bool:
+    """Equal to the last bit, NaN payloads too."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if expected.dtype == object:
+        return bool(np.array_equal(found, expected))
+    return found.size == 0 or pa.py_buffer(found).equals(pa.py_buffer(expected))
+
+
+def map_file(path: str) -> pa.Buffer:
+    """A file's bytes, mapped read-only; no file descriptor stays open, so a process can map any number of shards."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        if size == 0:
+            raise CorruptShard(f"{path} is empty")
+        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise OSError(ctypes.get_errno(), f"mmap: {os.strerror(ctypes.get_errno())}", path)
+    finally:
+        os.close(fd)
+    return pa.foreign_buffer(address, size, _Mapping(address, size))
+
+
+class _Mapping:
+    """Unmaps when the last view of it is gone."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self._at = (address, size)
+
+    def __del__(self, munmap: Any = None) -> None:
+        (munmap or _libc.munmap)(*self._at)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
