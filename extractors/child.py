@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -58,6 +58,7 @@ class Child:
         recycle_after: items after which the helper is replaced, None for never.
         start_s: what the first call of a fresh helper may take longer (imports).
         setup: a request sent first to each fresh helper, within `start_s`; its reply is dropped.
+        env: environment of the helper, this process's by default.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Child:
         recycle_after: int | None = None,
         start_s: float = 120.0,
         setup: dict[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self.argv = list(argv)
         self.name = name
@@ -78,6 +80,7 @@ class Child:
         self.recycle_after = recycle_after
         self.start_s = start_s
         self.setup = setup
+        self.env = env
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: Callable[[], object] | None = None
@@ -139,7 +142,7 @@ class Child:
         self.close()
 
     def _start(self) -> None:
-        self._process = process = _spawner().submit(_spawn, self.argv).result()
+        self._process = process = _spawner().submit(_spawn, self.argv, self.env).result()
         self._finalizer = weakref.finalize(self, _kill, process)
         self._served = 0
         self._stderr.clear()
@@ -367,13 +370,14 @@ def _spawner() -> ThreadPoolExecutor:
         return _spawners[os.getpid()]
 
 
-def _spawn(argv: Sequence[str]) -> subprocess.Popen[bytes]:
+def _spawn(argv: Sequence[str], env: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
+        env=env,
         start_new_session=True,
     )
     for pipe in (process.stdin, process.stdout, process.stderr):

@@ -1,0 +1,504 @@
+"""Carry out a plan: feed a runner, commit what comes back, decide what hangs on it.
+
+An item of a stage becomes ready when its upstream records are committed. One that may be reused
+(`maybe`) is decided then: where the upstream record has the digest it had before, nothing is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipelines.extraction import Failure, failure
+from pipelines.plan import Decision, Plan, StagePlan
+from pipelines.progress import Progress, span
+from pipelines.runners import Runner
+from pipelines.stage import Job, Stage, Table
+from pipelines.worker import Report, StageTask, Work
+from storage.errors import CacheError
+from storage.manifest import Manifest, Row
+
+COMMIT_S = 5.0  # rows wait for others at most so long
+_WINDOW = 50  # results over which the failure rate is taken
+_LATE_LIMIT = 10_000  # items that may wait behind a stage before the stages that feed it pause
+_REMEMBERED = ("WeightsError",)  # of what stops a stage: recorded for its items, since new weights are a new recipe
+
+
+@dataclass
+class StageResult:
+    """What became of a stage's items.
+
+    Attributes:
+        reused: their record stood already. made: computed now. failed: tried now, no record.
+        skipped: failed before, or their upstream did. left: not tried (stopped, interrupted).
+        work_s: seconds of all workers; wall_s: from the first item handed out to the last row.
+        errors: error class -> how many; examples: error class -> `item: text` of the first.
+        stopped: why the stage could not run at all, "" if it could.
+    """
+
+    name: str
+    reused: int = 0
+    made: int = 0
+    failed: int = 0
+    skipped: int = 0
+    left: int = 0
+    work_s: float = 0.0
+    wall_s: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
+
+
+@dataclass
+class Summary:
+    """The end of a run.
+
+    Attributes:
+        snapshot: manifest version after its last commit.
+        signal: number of the signal that ended it early, 0 for none.
+        error: why the whole run stopped early, "" if it did not.
+    """
+
+    job: str
+    run: str
+    stages: list[StageResult]
+    seconds: float
+    snapshot: int
+    signal: int = 0
+    error: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0 done, 1 stopped by an error, 3 done with failures, 128 + signal where one ended it."""
+        if self.signal:
+            return 128 + self.signal
+        if self.error or any(s.stopped and not s.stopped.startswith(_REMEMBERED) for s in self.stages):
+            return 1
+        return 3 if any(s.failed or s.skipped for s in self.stages) else 0
+
+    def text(self) -> str:
+        """Lines for a terminal."""
+        lines = []
+        for s in self.stages:
+            counts = {"made": s.made, "reused": s.reused, "failed": s.failed, "skipped": s.skipped, "left": s.left}
+            line = f"{s.name}: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "made")
+            if s.made and s.wall_s:
+                line += f" in {span(s.wall_s)} ({s.made / s.wall_s:.3g}/s, {s.work_s / s.made:.3g} s of work each)"
+            lines.append(line)
+            lines += [f"    {n} x {kind}, such as {s.examples[kind]}" for kind, n in s.errors.most_common(5)]
+            if s.stopped:
+                lines.append(f"    stopped: {s.stopped}")
+        if self.error:
+            lines.append(f"The run stopped: {self.error}")
+        if self.signal:
+            lines.append("Interrupted; what was finished is committed. The same command goes on from here.")
+        lines.append(f"{self.job}: {span(self.seconds)}, snapshot {self.snapshot}")
+        return "\n".join(lines)
+
+
+def execute(
+    job: Job,
+    plan: Plan,
+    url: str,
+    runner: Runner,
+    *,
+    max_failure_rate: float = 0.5,
+    stream: TextIO | None = None,
+) -> Summary:
+    """Run what a plan says and commit it.
+
+    SIGINT and SIGTERM end the run after committing what is finished; a second one ends it at once.
+
+    Args:
+        url: the store.
+        runner: where stages run; it is closed at the end.
+        max_failure_rate: share of the last 50 results of a stage above which the run stops.
+        stream: where progress goes, standard error by default.
+    """
+    return _Execution(job, plan, url, max_failure_rate, runner).run(stream)
+
+
+class _StageState:
+    """Where the items of one stage stand during a run. Items are known by their row in the plan's table."""
+
+    def __init__(self, plan: StagePlan) -> None:
+        self.plan = plan
+        self.name = plan.name
+        table = plan.table
+        action = pc.cast(table["action"], pa.string()).to_numpy(zero_copy_only=False)
+        unknown = table["fingerprint"].is_null().to_numpy(zero_copy_only=False) if len(table) else np.zeros(0, bool)
+        pending = (action == "compute") | (action == "maybe")
+        self.reusable = action == "reuse"
+        self.ready = np.flatnonzero(pending & ~unknown)  # rows to compute, known from the plan
+        self.cursor = 0
+        self.late: deque[tuple[int, Decision, tuple[Row, ...]]] = deque()  # rows to compute, known since
+        self.waits = pending & unknown  # an upstream record is not known yet
+        self.out: dict[str, int] = {}  # with the runner: item -> row
+        self.at: dict[str, np.ndarray] = {}  # upstream stage -> its row, by row here
+        self.back: dict[str, np.ndarray] = {}  # upstream stage -> row here, by its row
+        self.records: dict[int, Row | None] = {}  # outcomes of this run that others still wait for
+        self.digests: dict[int, bytes | None] = {}  # outcomes of this run, for the tables that join them
+        self.window: deque[bool] = deque(maxlen=_WINDOW)
+        self.todo = int(pending.sum())
+        self.started = self.ended = 0.0
+        self.result = StageResult(self.name, reused=int(self.reusable.sum()), skipped=int((action == "skip").sum()))
+
+    def link(self, upstream: _StageState, key: str) -> None:
+        """Map rows here to rows of an upstream stage and back, by the key column here."""
+        at = pc.index_in(self.plan.table[key], upstream.plan.table["item"])
+        self.at[upstream.name] = places = pc.fill_null(at, -1).to_numpy().astype(np.int64)
+        if key == "item":
+            self.back[upstream.name] = back = np.full(len(upstream.plan.table), -1)
+            back[places[places >= 0]] = np.flatnonzero(places >= 0)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.out or self.late or self.cursor < len(self.ready))
+
+
+class _Execution:
+    def __init__(self, job: Job, plan: Plan, url: str, max_failure_rate: float, runner: Runner) -> None:
+        self.job = job
+        self.url = url
+        self.max_failure_rate = max_failure_rate
+        self.runner = runner
+        self.manifest = Manifest(url)
+        self.run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        self.states = {p.name: _StageState(p) for p in plan.stages}
+        self.stages = {n: s for n, s in self.states.items() if isinstance(s.plan.stage, Stage)}
+        self.tables = {n: s for n, s in self.states.items() if n not in self.stages}
+        self.readers: dict[str, list[_StageState]] = {name: [] for name in self.states}
+        self.joined: set[str] = set()
+        for state in self.states.values():
+            for name in state.plan.feeds:
+                state.link(self.states[name], "item" if state.name in self.stages else "parent")
+                if state.name in self.stages:
+                    self.readers[name].append(state)
+                else:
+                    self.joined.add(name)
+        self.buffer: list[tuple[_StageState | None, int, Row]] = []  # rows to commit, and whose outcome each is
+        self.committed_at = time.monotonic()
+        self.signal = 0
+        self.error = ""
+        self.progress = Progress({})
+
+    def run(self, stream: TextIO | None) -> Summary:
+        started = time.monotonic()
+        with Progress({n: s.todo for n, s in self.states.items()}, stream) as self.progress, self._signals():
+            for state in self.states.values():
+                if state.todo or len(state.plan.again):
+                    self.manifest.save_recipe(state.plan.recipe)
+                if len(state.plan.again):
+                    self.manifest.commit_table(state.plan.again)
+            if any(s.todo for s in self.stages.values()):
+                self._run_stages()
+            for state in self.tables.values():
+                if state.todo and not (self.signal or self.error):
+                    self._run_table(state)
+        if any(s.result.made or s.result.failed for s in self.states.values()):
+            self.manifest.compact()
+        for state in self.states.values():
+            r = state.result
+            r.left = max(state.todo - r.made - r.failed, 0)
+            r.wall_s = max(state.ended - state.started, 0.0)
+        results = [s.result for s in self.states.values()]
+        seconds = time.monotonic() - started
+        return Summary(self.job.name, self.run_id, results, seconds, self.manifest.snapshot, self.signal, self.error)
+
+    # ------------------------------------------------------------------------------------ stages
+
+    def _run_stages(self) -> None:
+        tasks = [self._task(state) for state in self.stages.values() if state.todo]
+        finished = False
+        try:
+            self.runner.start(tasks)
+            while not self.signal and not self.error:
+                for state in self.stages.values():
+                    self._feed(state)
+                if not self.buffer and not any(s.busy for s in self.stages.values()):
+                    break
+                for report in self.runner.poll(1.0):
+                    self._take(report)
+                starving = not any(s.busy for s in self.stages.values())
+                if self.buffer and (starving or time.monotonic() - self.committed_at > COMMIT_S):
+                    self._commit()
+            finished = True
+        except CacheError as error:  # the store can't be written: nothing more can be done
+            self.error = str(error)
+        finally:
+            # also after a crash: what is finished is committed, if that works
+            quiet: Any = contextlib.nullcontext() if finished else contextlib.suppress(Exception)
+            with quiet:
+                for report in self.runner.close(flush=finished or bool(self.error)):
+                    self._take(report)
+                self._commit()
+
+    def _task(self, state: _StageState) -> StageTask:
+        stage = state.plan.stage
+        assert isinstance(stage, Stage)
+        schemas = {name: self.states[name].plan.stage.extractor.schema for name in state.plan.feeds}  # type: ignore[union-attr]
+        return StageTask(stage, self.job.source, self.url, state.plan.recipe_id, schemas, self.run_id)
+
+    def _feed(self, state: _StageState) -> None:
+        """Give the runner as much of a stage as it takes, unless a stage behind it lags."""
+        if not (state.late or state.cursor < len(state.ready)):
+            return
+        if any(len(reader.late) > _LATE_LIMIT for reader in self.readers[state.name]):
+            return
+        room = self.runner.room(state.name)
+        works = []
+        while state.late and len(works) < room:
+            index, decision, rows = state.late.popleft()
+            works.append(self._work(state, index, decision.fingerprint, decision.attempts, rows))
+        if len(works) < room and state.cursor < len(state.ready):
+            chosen = state.ready[state.cursor : state.cursor + room - len(works)]
+            state.cursor += len(chosen)
+            for index in chosen.tolist():
+                rows = tuple(self.states[name].plan.row(int(state.at[name][index])) for name in state.plan.feeds)
+                fingerprint = state.plan.table["fingerprint"][index].as_py()
+                works.append(self._work(state, index, fingerprint, state.plan.table["tries"][index].as_py() or 0, rows))
+        if works:
+            state.started = state.started or time.monotonic()
+            self.runner.put(state.name, works)
+
+    def _work(self, state: _StageState, index: int, fingerprint: bytes, tries: int, upstream: tuple[Row, ...]) -> Work:
+        item = state.plan.table["item"][index].as_py()
+        state.out[item] = index
+        return Work(item, fingerprint, state.plan.table["inputs"][index].as_py(), upstream, tries + 1)
+
+    def _take(self, report: Report) -> None:
+        """Note what a runner reports; its rows are committed later."""
+        state = self.states[report.stage]
+        state.result.work_s += report.seconds
+        failed = 0
+        for row in report.rows:
+            index = state.out.pop(row.item, None)
+            if index is None:
+                continue  # of a stage that was stopped meanwhile
+            self.buffer.append((state, index, row))
+            state.ended = time.monotonic()
+            if row.status == "failed":
+                failed += 1
+                self._count_failure(state, row)
+            else:
+                state.result.made += 1
+        state.window.extend([False] * max(report.made, 0) + [True] * failed)
+        self.progress.update(state.name, made=report.made, failed=failed)
+        if report.stopped and not state.result.stopped:
+            self._stop_stage(state, report.stopped)
+        elif len(state.window) == _WINDOW and sum(state.window) > self.max_failure_rate * _WINDOW and not self.error:
+            kind, _ = state.result.errors.most_common(1)[0]
+            self.error = (
+                f"{sum(state.window)} of the last {_WINDOW} items of {state.name} failed, most of all with {kind}: "
+                f"{state.result.examples[kind]}. Mend the cause and run again with --retry-failed, "
+                f"or accept it with --max-failure-rate 1"
+            )
+
+    def _count_failure(self, state: _StageState, row: Row) -> None:
+        state.result.failed += 1
+        state.result.errors[row.error_class] += 1
+        if row.error_class not in state.result.examples:
+            state.result.examples[row.error_class] = f"{row.item}: {row.error_text}"
+            self.progress.note(f"{state.name} {row.item}: {row.error_class}: {row.error_text}")
+
+    def _stop_stage(self, state: _StageState, cause: Failure) -> None:
+        """A stage can't run: forget its items, or record the cause for each where it is bound to the recipe."""
+        state.result.stopped = f"{cause.error_class}: {cause.text}"
+        self.progress.note(f"{state.name} stopped: {state.result.stopped}")
+        self.runner.stop(state.name)
+        lost: list[tuple[int, bytes, int]] = [(i, d.fingerprint, d.attempts) for i, d, _ in state.late]
+        table = state.plan.table
+        for index in [*state.out.values(), *state.ready[state.cursor :].tolist()]:
+            known = table["fingerprint"][index].as_py()
+            if known is not None:
+                lost.append((index, known, table["tries"][index].as_py() or 0))
+        state.out.clear()
+        state.late.clear()
+        state.cursor = len(state.ready)
+        if cause.error_class not in _REMEMBERED:
+            return
+        for index, fingerprint, tries in lost:
+            row = Row(
+                stage=state.name, item=table["item"][index].as_py(), fingerprint=fingerprint,
+                inputs=table["inputs"][index].as_py(), recipe=state.plan.recipe_id, status="failed",
+                error_class=cause.error_class, error_text=cause.text, attempts=tries + 1, run=self.run_id,
+            )  # fmt: skip
+            self.buffer.append((state, index, row))
+            state.result.failed += 1
+            state.result.errors[cause.error_class] += 1
+            state.result.examples.setdefault(cause.error_class, f"{row.item}: {cause.text}")
+
+    # ------------------------------------------------------------------------------------ outcomes
+
+    def _commit(self) -> None:
+        """Commit the rows that have come, then decide what waited for them; that may give more rows."""
+        while self.buffer:
+            batch, self.buffer = self.buffer, []
+            try:
+                self.manifest.commit([row for _, _, row in batch])
+            except BaseException:
+                self.buffer = batch + self.buffer
+                raise
+            for state, index, row in batch:
+                if state is not None:
+                    self._settle(state, index, None if row.status == "failed" else row)
+        self.committed_at = time.monotonic()
+
+    def _settle(self, state: _StageState, index: int, row: Row | None) -> None:
+        """The outcome of an item is known: its record's row, or None."""
+        if state.name in self.joined:
+            state.digests[index] = row.digest if row else None
+        if not self.readers[state.name]:
+            return
+        state.records[index] = row
+        for reader in self.readers[state.name]:
+            here = int(reader.back[state.name][index])
+            if here >= 0 and reader.waits[here]:
+                self._decide(reader, here)
+        if not any(
+            (here := int(reader.back[state.name][index])) >= 0 and reader.waits[here]
+            for reader in self.readers[state.name]
+        ):
+            del state.records[index]
+
+    def _decide(self, state: _StageState, index: int) -> None:
+        """Decide a waiting item if all its upstream outcomes are known."""
+        rows: dict[str, Row | None] = {}
+        for name in state.plan.feeds:
+            upstream, there = self.states[name], int(state.at[name][index])
+            if there in upstream.records:
+                rows[name] = upstream.records[there]
+            elif upstream.reusable[there]:
+                rows[name] = upstream.plan.row(there)
+            else:
+                return
+        state.waits[index] = False
+        decision = state.plan.decide(index, {name: row.digest if row else None for name, row in rows.items()})
+        if decision.action == "compute":
+            state.late.append((index, decision, tuple(row for row in rows.values() if row)))
+        else:
+            self._no_work(state, decision)
+            if decision.commit is not None:
+                self.buffer.append((None, -1, decision.commit))
+            self._settle(state, index, decision.row)
+
+    def _no_work(self, state: _StageState, decision: Decision) -> None:
+        state.todo -= 1
+        self.progress.update(state.name, dropped=1)
+        if decision.action == "reuse":
+            state.result.reused += 1
+        else:
+            state.result.skipped += 1
+
+    # ------------------------------------------------------------------------------------ tables
+
+    def _run_table(self, state: _StageState) -> None:
+        """Build a bulk table in this process, once all that it joins is committed."""
+        table = state.plan.stage
+        assert not isinstance(table, Stage)
+        todo: dict[str, tuple[bytes, bytes, int]] = {}
+        columns = state.plan.table
+        for index in state.ready.tolist():
+            todo[columns["item"][index].as_py()] = (
+                columns["fingerprint"][index].as_py(), columns["inputs"][index].as_py(), columns["tries"][index].as_py() or 0,
+            )  # fmt: skip
+        for index in np.flatnonzero(state.waits).tolist():
+            upstream = self.states[table.of]
+            there = int(state.at[table.of][index])
+            if there not in upstream.digests:
+                continue  # the upstream stage was stopped before it came to this item
+            state.waits[index] = False
+            decision = state.plan.decide(index, {table.of: upstream.digests[there]})
+            if decision.action == "compute":
+                inputs = columns["inputs"][index].as_py()
+                todo[columns["item"][index].as_py()] = (decision.fingerprint, inputs, decision.attempts)
+                continue
+            self._no_work(state, decision)
+            if decision.commit is not None:
+                self.buffer.append((None, -1, decision.commit))
+        state.started = time.monotonic()
+        try:
+            if todo:
+                self._build(state, table, todo)
+            self._commit()
+        except CacheError as error:
+            self.error = str(error)
+        except Exception as error:
+            state.result.stopped = "{0.error_class}: {0.text}".format(failure(error))
+            self.progress.note(f"{state.name} stopped: {state.result.stopped}")
+        state.ended = time.monotonic()
+
+    def _build(self, state: _StageState, table: Table, todo: Mapping[str, tuple[bytes, bytes, int]]) -> None:
+        from storage.reader import open as open_store
+        from storage.writer import ShardWriter
+
+        parents: Mapping[str, Any] = open_store(self.url)[table.of] if table.of else {}
+        writer = ShardWriter(self.url, state.name, table.schema)
+        missing = set(todo)
+        for item, record in table.build(set(todo), parents):
+            fingerprint, inputs, tries = todo[item]
+            missing.discard(item)
+            row = Row(
+                stage=state.name, item=item, fingerprint=fingerprint, inputs=inputs, recipe=state.plan.recipe_id,
+                status="ok", attempts=tries + 1, run=self.run_id,
+            )  # fmt: skip
+            writer.add(row, record)
+            if writer.full:
+                self._written(state, writer.flush())
+            if self.signal:
+                break
+        self._written(state, writer.flush())
+        state.result.work_s += time.monotonic() - state.started
+        if self.signal:
+            return
+        for item in sorted(missing):
+            fingerprint, inputs, tries = todo[item]
+            row = Row(
+                stage=state.name, item=item, fingerprint=fingerprint, inputs=inputs, recipe=state.plan.recipe_id,
+                status="failed", error_class="NoRow", error_text=f"{state.name} gave no row for it",
+                attempts=tries + 1, run=self.run_id,
+            )  # fmt: skip
+            self.buffer.append((None, -1, row))
+            self._count_failure(state, row)
+
+    def _written(self, state: _StageState, rows: Sequence[Row]) -> None:
+        self.buffer += [(None, -1, row) for row in rows]
+        self._commit()
+        state.result.made += len(rows)
+        self.progress.update(state.name, made=len(rows))
+
+    # ------------------------------------------------------------------------------------ signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM asks the run to end; the next one has its usual effect."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def ask(number: int, _: Any) -> None:
+            self.signal = number
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self.progress.note("Ending: finishing and committing what is under way; once more to quit at once.")
+
+        for number in before:
+            signal.signal(number, ask)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,303 @@
+"""A run carries out its plan: what it computes, commits, cuts off, and how it ends."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines.execute import Summary, execute
+from pipelines.inputs import NOTHING, StatCache, digest_inputs
+from pipelines.plan import Options, plan
+from pipelines.runners.local import LocalRunner
+from pipelines.stage import Job, Stage
+from storage.manifest import Manifest
+from tests.pipelines.fakes import Both, Folder, Hosted, NoWeights, Numbers, Questions, Sums
+
+
+@pytest.fixture
+def texts() -> dict[str, str]:
+    return {f"item {i:02d}": "x" * i for i in range(12)}
+
+
+@pytest.fixture
+def source(tmp_path, texts) -> Folder:
+    return Folder.make(tmp_path / "raw", texts)
+
+
+class Runs:
+    """Plans and runs jobs on one store."""
+
+    def __init__(self, path: Path) -> None:
+        self.url = str(path / "store")
+        self.cache = StatCache(path / "digests.sqlite")
+        self.said = io.StringIO()
+
+    def plan(self, job: Job, **options):
+        digests = digest_inputs(job.source, job.source.kinds, self.cache) if job.source else NOTHING
+        return plan(job, digests, Manifest(self.url), Options(**options))
+
+    def __call__(self, job: Job, runner=None, max_failure_rate=0.5, **options) -> Summary:
+        self.said = io.StringIO()
+        return execute(
+            job, self.plan(job, **options), self.url, runner or LocalRunner(),
+            max_failure_rate=max_failure_rate, stream=self.said,
+        )  # fmt: skip
+
+    def rows(self, stage: str) -> dict[str, dict]:
+        return {row["item"]: row for row in Manifest(self.url).latest(stage).to_pylist()}
+
+    def digests(self, stage: str) -> dict[str, bytes]:
+        return {item: row["digest"] for item, row in self.rows(stage).items() if row["status"] in ("ok", "empty")}
+
+
+@pytest.fixture
+def runs(tmp_path) -> Runs:
+    return Runs(tmp_path)
+
+
+def job(source, *stages, tables=()) -> Job:
+    return Job("test", source, stages, tables)
+
+
+def counts(summary: Summary, stage: str) -> dict[str, int]:
+    (result,) = [s for s in summary.stages if s.name == stage]
+    return {n: getattr(result, n) for n in ("reused", "made", "failed", "skipped", "left") if getattr(result, n)}
+
+
+def test_first_run_makes_every_record_and_the_second_none(runs, source):
+    chain = job(source, Stage(Numbers()), Stage(Sums()), Stage(Both()))
+    first = runs(chain)
+    assert [counts(first, s) for s in ("numbers", "sums", "both")] == [{"made": 12}] * 3
+    assert first.exit_code == 0
+    assert set(runs.digests("both")) == set(source.keys())
+    second = runs(chain)
+    assert [counts(second, s) for s in ("numbers", "sums", "both")] == [{"reused": 12}] * 3
+    assert second.snapshot == first.snapshot
+
+
+def test_records_are_what_the_extractor_gives(runs, source, texts):
+    from storage.reader import open as open_store
+
+    runs(job(source, Stage(Numbers()), Stage(Sums())))
+    cache = open_store(runs.url)
+    for item, text in texts.items():
+        expected = Numbers().one(item, text)
+        np.testing.assert_array_equal(cache["numbers"][item]["value"], expected["value"])
+        np.testing.assert_array_equal(cache["sums"][item]["sum"], np.round(expected["value"].sum(1), 3))
+
+
+def test_changed_setting_is_recomputed_with_what_hangs_on_it(runs, source):
+    runs(job(source, Stage(Numbers()), Stage(Sums())))
+    summary = runs(job(source, Stage(Numbers(scale=2.0)), Stage(Sums())))
+    assert counts(summary, "numbers") == {"made": 12}
+    assert counts(summary, "sums") == {"made": 12}
+
+
+def test_equal_upstream_content_cuts_the_run_off(runs, source):
+    chain = (Stage(Sums()), Stage(Both()))
+    runs(job(source, Stage(Numbers()), *chain))
+    summary = runs(job(source, Stage(Numbers(scale=1.0 + 1e-7)), *chain), force=frozenset({"sums"}))
+    assert counts(summary, "sums") == {"made": 12}
+    forced = runs(job(source, Stage(Numbers(scale=1.0 + 1e-7)), *chain), force=frozenset({"numbers", "sums"}))
+    assert counts(forced, "both") == {"reused": 12}
+
+
+def test_going_back_to_an_earlier_setting_computes_nothing(runs, source):
+    chain = lambda scale: job(source, Stage(Numbers(scale=scale)), Stage(Sums()))  # noqa: E731
+    runs(chain(1.0))
+    before = runs.digests("sums")
+    runs(chain(2.0))
+    back = runs(chain(1.0))
+    assert [counts(back, s) for s in ("numbers", "sums")] == [{"reused": 12}] * 2
+    assert runs.digests("sums") == before
+
+
+def test_changed_file_alone_is_recomputed(runs, source):
+    chain = job(source, Stage(Numbers()), Stage(Sums()))
+    runs(chain)
+    (source.root / "item 03.txt").write_text("other")
+    summary = runs(chain)
+    assert counts(summary, "numbers") == {"made": 1, "reused": 11}
+    assert counts(summary, "sums") == {"made": 1, "reused": 11}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "cause"),
+    [
+        ("bad", "InvalidValues", "item 03.txt: bad values"),
+        ("bug", "ZeroDivisionError", r"division by zero (fakes.py, line"),
+        ("shape", "SchemaError", "'value' has shape (3, 3)"),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bad_item_is_recorded_and_the_rest_goes_on(runs, source, text, error, cause, batch):
+    (source.root / "item 03.txt").write_text(text)
+    chain = job(source, Stage(Numbers(), batch=batch), Stage(Sums()))
+    summary = runs(chain)
+    assert counts(summary, "numbers") == {"made": 11, "failed": 1}
+    assert counts(summary, "sums") == {"made": 11, "skipped": 1}
+    assert summary.exit_code == 3
+    row = runs.rows("numbers")["item 03"]
+    assert (row["status"], row["error_class"], row["attempts"]) == ("failed", error, 1)
+    assert cause in row["error_text"]
+    assert "\n" not in row["error_text"]
+    assert error in runs.said.getvalue()
+
+
+def test_failure_is_remembered_until_it_is_retried_or_mended(runs, source):
+    path = source.root / "item 03.txt"
+    path.write_text("bad")
+    chain = job(source, Stage(Numbers()), Stage(Sums()))
+    runs(chain)
+    again = runs(chain)
+    assert counts(again, "numbers") == {"reused": 11, "skipped": 1}
+    assert again.exit_code == 3
+    retried = runs(chain, retry_failed=True)
+    assert counts(retried, "numbers") == {"reused": 11, "failed": 1}
+    assert runs.rows("numbers")["item 03"]["attempts"] == 2
+    path.write_text("good")
+    mended = runs(chain)
+    assert counts(mended, "sums") == {"reused": 11, "made": 1}
+    assert mended.exit_code == 0
+
+
+def test_record_whose_upstream_fails_now_is_no_longer_shown(runs, source):
+    chain = job(source, Stage(Numbers()), Stage(Sums()))
+    runs(chain)
+    (source.root / "item 03.txt").write_text("bad")
+    runs(chain)
+    assert "item 03" not in runs.digests("numbers")
+    assert "item 03" not in runs.digests("sums")
+
+
+def test_item_without_elements_has_an_empty_record_that_downstream_reads(runs, source):
+    (source.root / "item 03.txt").write_text("none")
+    summary = runs(job(source, Stage(Numbers()), Stage(Sums())))
+    assert counts(summary, "sums") == {"made": 12}
+    assert runs.rows("numbers")["item 03"]["status"] == "empty"
+    assert runs.rows("sums")["item 03"]["status"] == "empty"
+
+
+def test_missing_file_fails_by_name_and_is_computed_when_it_appears(runs, source, tmp_path):
+    listed = source.keys()
+    ghost = replace(source)
+    object.__setattr__(ghost, "keys", lambda: sorted([*listed, "ghost"]))
+    chain = job(ghost, Stage(Numbers()))
+    assert counts(runs(chain), "numbers") == {"made": 12, "failed": 1}
+    assert runs.rows("numbers")["ghost"]["error_class"] == "MissingFile"
+    (source.root / "ghost.txt").write_text("here")
+    assert counts(runs(chain), "numbers") == {"reused": 12, "made": 1}
+
+
+def test_many_failures_stop_the_run_and_the_text_says_how_to_go_on(runs, tmp_path):
+    source = Folder.make(tmp_path / "many", {f"{i:03d}": "bad" if i >= 20 else "good" for i in range(200)})
+    chain = job(source, Stage(Numbers()))
+    summary = runs(chain)
+    assert summary.exit_code == 1
+    assert "of the last 50 items of numbers failed" in summary.error
+    assert "--retry-failed" in summary.error
+    assert "--max-failure-rate" in summary.error
+    assert len(runs.digests("numbers")) == 20
+    assert len(runs.rows("numbers")) < 100
+    summary = runs(chain, max_failure_rate=1.0)
+    assert summary.exit_code == 3
+    assert len(runs.rows("numbers")) == 200
+
+
+def test_wrong_weights_stop_the_stage_and_name_its_items(runs, source):
+    chain = job(source, Stage(NoWeights()), Stage(Sums()), Stage(Numbers(), name="others"))
+    summary = runs(chain)
+    assert counts(summary, "numbers") == {"failed": 12}
+    assert counts(summary, "sums") == {"skipped": 12}
+    assert counts(summary, "others") == {"made": 12}
+    assert summary.exit_code == 3
+    assert "numbers stopped: WeightsError: votes.pt: no key 'conv.weight'" in runs.said.getvalue()
+    assert {row["error_class"] for row in runs.rows("numbers").values()} == {"WeightsError"}
+
+
+def test_missing_package_stops_the_stage_and_is_not_held_against_its_items(runs, source):
+    summary = runs(job(source, Stage(NoWeights(package=True)), Stage(Sums()), Stage(Numbers(), name="others")))
+    assert counts(summary, "numbers") == {"left": 12}
+    assert counts(summary, "sums") == {"left": 12}
+    assert counts(summary, "others") == {"made": 12}
+    assert summary.exit_code == 1
+    assert "pip install nothing" in summary.text()
+    assert runs.rows("numbers") == {}
+
+
+def test_table_joins_what_was_just_computed_and_what_has_no_record(runs, source):
+    (source.root / "item 03.txt").write_text("bad")
+    chain = job(source, Stage(Numbers()), tables=(Questions(tuple(source.keys())),))
+    summary = runs(chain)
+    assert counts(summary, "questions") == {"made": 24}
+    assert counts(runs(chain), "questions") == {"reused": 24}
+    (source.root / "item 04.txt").write_text("none")
+    assert counts(runs(chain), "questions") == {"reused": 22, "made": 2}
+
+
+def test_row_that_a_table_does_not_give_is_a_failure(runs, source):
+    summary = runs(job(source, Stage(Numbers()), tables=(Questions(tuple(source.keys()), drop="item 03-1"),)))
+    assert counts(summary, "questions") == {"made": 23, "failed": 1}
+    assert runs.rows("questions")["item 03-1"]["error_class"] == "NoRow"
+
+
+def test_limits_hit_in_a_helper_process_are_recorded_and_the_rest_goes_on(runs, tmp_path):
+    flag = tmp_path / "flag"
+    texts = {
+        "a": "x", "b": "hang", "c": "die", "d": f"die once:{flag}", "e": "leak", "f": "bad", "g": "y", "h": "bug",
+    }  # fmt: skip
+    source = Folder.make(tmp_path / "hosted", texts)
+    summary = runs(job(source, Stage(Hosted(), batch=3)))
+    rows = runs.rows("numbers")
+    assert {item: row["error_class"] for item, row in rows.items()} == {
+        "a": "", "b": "DeadlineExceeded", "c": "ChildDied", "d": "", "e": "MemoryCapExceeded", "f": "InvalidValues",
+        "g": "", "h": "ZeroDivisionError",
+    }  # fmt: skip
+    assert rows["c"]["attempts"] == 2
+    assert rows["b"]["attempts"] == 1
+    assert summary.exit_code == 3
+
+
+def test_helper_process_gives_the_same_records(runs, source, tmp_path):
+    runs(job(source, Stage(Numbers())))
+    hosted = Runs(tmp_path / "hosted")
+    hosted(job(source, Stage(Hosted(), batch=4)))
+    assert hosted.digests("numbers") == runs.digests("numbers")
+
+
+@pytest.mark.parametrize("batch", [2, 4, 5, 100])
+def test_batch_size_does_not_change_records(runs, source, tmp_path, batch):
+    runs(job(source, Stage(Numbers()), Stage(Sums())))
+    other = Runs(tmp_path / "other")
+    other(job(source, Stage(Numbers(), batch=batch), Stage(Sums(), batch=batch)))
+    assert other.digests("numbers") == runs.digests("numbers")
+    assert other.digests("sums") == runs.digests("sums")
+
+
+def test_only_some_items_and_stages_are_run_when_asked(runs, source):
+    chain = job(source, Stage(Numbers()), Stage(Sums()))
+    runs(chain, items=frozenset({"item 03", "item 05"}))
+    assert set(runs.rows("sums")) == {"item 03", "item 05"}
+    runs(chain, stages=frozenset({"numbers"}))
+    assert len(runs.rows("numbers")) == 12
+    assert len(runs.rows("sums")) == 2
+
+
+def test_progress_and_summary_count_every_item(runs, source):
+    (source.root / "item 03.txt").write_text("bad")
+    summary = runs(job(source, Stage(Numbers())))
+    assert "numbers: 11 done, 1 failed, 0 left" in runs.said.getvalue()
+    assert "numbers: 11 made, 1 failed" in summary.text()
+    assert "1 x InvalidValues, such as item 03: item 03.txt: bad values" in summary.text()
+
+
+def test_odd_item_keys_go_through_every_part(runs, tmp_path):
+    keys = ["with space", "unicode ü 東", "dots..", "x" * 200, "percent %20", "quote'\""]
+    source = Folder.make(tmp_path / "odd", dict.fromkeys(keys, "x"))
+    summary = runs(job(source, Stage(Numbers()), Stage(Sums())))
+    assert counts(summary, "sums") == {"made": len(keys)}
+    assert set(runs.digests("sums")) == set(keys)
