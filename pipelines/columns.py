@@ -25,12 +25,18 @@ def find(items: pa.Array, among: pa.Array | pa.ChunkedArray) -> np.ndarray:
 def as_bytes(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """Digests as (item, 16) uint8; null and empty become zeros."""
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    if column.type != DIGEST:
-        whole = b"".join([(value or b"").ljust(16, b"\0") for value in column.to_pylist()])
-        return np.frombuffer(whole, np.uint8).reshape(-1, 16)
-    values = np.frombuffer(column.buffers()[1] or b"", np.uint8)[16 * column.offset :][: 16 * len(column)].reshape(
-        -1, 16
-    )
+    if column.type != DIGEST:  # of any length: only 0 and 16 occur
+        column = column.cast(pa.binary()).fill_null(b"")
+        offsets = np.frombuffer(column.buffers()[1] or bytes(4), np.int32)[column.offset :][: len(column) + 1]
+        full = np.diff(offsets) == 16
+        if len(column) and offsets[-1] - offsets[0] != 16 * full.sum():
+            raise ValueError("a digest of the manifest has neither 0 nor 16 bytes")
+        digests = np.zeros((len(column), 16), np.uint8)
+        data = np.frombuffer(column.buffers()[2] or b"", np.uint8)
+        digests[full] = data[offsets[0] : offsets[-1]].reshape(-1, 16)
+        return digests
+    whole = np.frombuffer(column.buffers()[1] or b"", np.uint8)
+    values = whole[16 * column.offset : 16 * (column.offset + len(column))].reshape(-1, 16)
     if column.null_count:
         values = np.where(column.is_valid().to_numpy(zero_copy_only=False)[:, None], values, np.uint8(0))
     return values

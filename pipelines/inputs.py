@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from pipelines.errors import JobError
 from pipelines.stage import Source
+from storage.files import check_item
 
 Progress = Callable[[int, int, int], None]  # files done, files in all, bytes read so far
 
@@ -61,6 +63,11 @@ def digest_inputs(
         progress: called while files are read.
     """
     keys = source.keys()
+    for key in keys:
+        try:
+            check_item(key)
+        except ValueError as error:
+            raise JobError(f"source {source.name}: {error}; rename the file") from None
     kinds = [kind for kind in dict.fromkeys(kinds) if kind in source.kinds]
     listed = {kind: [source.files(key, kind) for key in keys] for kind in kinds}
     paths = dict.fromkeys(os.path.abspath(path) for lists in listed.values() for files in lists for path in files)

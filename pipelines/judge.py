@@ -18,7 +18,7 @@ How one item is decided, given the rows that the manifest has for it, newest fir
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,16 +39,17 @@ from pipelines.stage_plan import (
     StagePlan,
     recipe_of,
 )
+from storage.files import Folder
 from storage.fingerprint import fingerprints, recipe_id
 
 
 class History(Protocol):
     """What a plan reads of the past: `storage.manifest.Manifest`, or a fake in a test."""
 
-    url: str
+    folder: Folder  # `files(stage)` gives the sizes of the stage's shards
 
-    def latest(self, stage: str, columns: Sequence[str] | None = None) -> pa.Table: ...
-    def rows(self, stage: str, columns: Sequence[str] | None = None) -> pa.Table: ...
+    def latest(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table: ...
+    def rows(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table: ...
     def recipe(self, id: str) -> dict[str, Any]: ...
 
 
@@ -72,7 +73,9 @@ class Work:
 _FIXED = ("upstream failed", "forced", "new", "failed before", "corrupt", "missing shard", "unchanged", "earlier run")
 
 
-def judge(stage: Stage | Table, work: Work, manifest: History, sizes: Mapping[str, int], options: Options) -> StagePlan:
+def judge(stage: Stage | Table, work: Work, manifest: History, options: Options) -> StagePlan:
+    """Plan one stage; see the top of this file for the rules."""
+    sizes = {name: info.size for name, info in manifest.folder.files(stage.name).items()}
     recipe = recipe_of(stage)
     rid = recipe_id(recipe)
     n = len(work.items)
@@ -254,7 +257,7 @@ def _again(stage: str, rid: str, rows: pa.Table, work: Work, hidden: np.ndarray)
         "error_class": [UPSTREAM_FAILED] * n,
         "error_text": [f"{' or '.join(work.feeds)} has no record of this item any more"] * n,
         "mapped": [False] * n,
-        "digest": pa.nulls(n, DIGEST),
+        "digest": as_column(np.zeros((n, 16), np.uint8)),
         "attempts": [1] * n,
         "seconds": [0.0] * n,
         **{name: [0] * n for name in ("first_row", "rows", "bytes", "shard_bytes")},

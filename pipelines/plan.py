@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.columns import as_bytes, codes, find
+from pipelines.errors import JobError
 from pipelines.inputs import Digests
 from pipelines.judge import History, Work, judge
 from pipelines.stage import Job, Stage, Table
 from pipelines.stage_plan import ACTIONS, NO_PARENT, Decision, Options, PlanLine, StagePlan, entries, recipe_of
 
-__all__ = ["ACTIONS", "Decision", "Options", "Plan", "PlanLine", "StagePlan", "plan", "recipe_of", "shard_sizes"]
+__all__ = ["ACTIONS", "Decision", "Options", "Plan", "PlanLine", "StagePlan", "plan", "recipe_of"]
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,18 @@ def plan(
     digests: Digests,
     manifest: History,
     options: Options = Options(),  # noqa: B008 - frozen
-    sizes: Callable[[str], Mapping[str, int]] | None = None,
 ) -> Plan:
     """Plan every stage of a job.
 
     Args:
         job: stages and tables.
         digests: keys of the source and the digest of each input.
-        manifest: what is stored.
+        manifest: what is stored; each stage's folder is listed once for the sizes of its shards.
         options: limits and wishes of the user.
-        sizes: stage -> {shard path relative to the store: its size in bytes}; lists the stage's folder by default.
 
     Raises:
-        ValueError: an option names a stage that the job lacks.
+        JobError: an option names a stage or item that there is not, or the stages do not fit together.
     """
-    sizes = sizes or partial(shard_sizes, manifest.url)
     wanted = _wanted(job, options)
     items = options.items.union(  # a row that is asked for needs its parent
         parent
@@ -83,29 +80,14 @@ def plan(
             work = _stage_work(stage, digests, done, items)
         else:
             work = _table_work(stage, done, options)
-        done[stage.name] = judge(stage, work, manifest, sizes(stage.name), options)
+        done[stage.name] = judge(stage, work, manifest, options)
     plans = tuple(done.values())
     if unknown := options.items.difference(*(p.table["item"].to_pylist() for p in plans)) if options.items else ():
         known = [key for p in plans for key in p.table["item"].to_pylist()] or digests.items.to_pylist()
-        hints = {key: difflib.get_close_matches(key, known, 3) for key in sorted(unknown)}
-        raise ValueError(
-            "; ".join(f"no item {k!r}" + (f", did you mean {' or '.join(h)}?" if h else "") for k, h in hints.items())
-        )
+        near = sorted({match for key in unknown for match in difflib.get_close_matches(key, known, 3)})
+        some = f"did you mean {' or '.join(near)}?" if near else f"there are {len(known)}, such as {known[:1]}"
+        raise JobError(f"job {job.name} has no item {', '.join(map(repr, sorted(unknown)))}; {some}")
     return Plan(job.name, plans, options)
-
-
-def shard_sizes(url: str, stage: str) -> dict[str, int]:
-    """Sizes of a stage's shards, by one listing: path relative to the store -> bytes."""
-    import fsspec
-
-    fs, root = fsspec.core.url_to_fs(url)
-    folder = f"{root.rstrip('/')}/{stage}"
-    fs.invalidate_cache(folder)
-    try:
-        found = fs.ls(folder, detail=True)
-    except FileNotFoundError:
-        return {}
-    return {f"{stage}/{f['name'].rsplit('/', 1)[-1]}": f["size"] for f in found if f["type"] == "file"}
 
 
 def _wanted(job: Job, options: Options) -> list[Stage | Table]:
@@ -113,11 +95,9 @@ def _wanted(job: Job, options: Options) -> list[Stage | Table]:
     every: list[Stage | Table] = [*job.stages, *job.tables]
     names = [stage.name for stage in every]
     if unknown := sorted((options.stages | options.force) - set(names)):
-        raise ValueError(f"job {job.name} has no stage {', '.join(unknown)}; it has {', '.join(names)}")
+        raise JobError(f"job {job.name} has no stage {', '.join(unknown)}; it has {', '.join(names)}")
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"job {job.name}: two stages have the same name among {', '.join(names)}; give one another name"
-        )
+        raise JobError(f"job {job.name}: two stages have the same name among {', '.join(names)}; give one another name")
     if not options.stages:
         return every
     wanted = set(options.stages)
@@ -135,7 +115,7 @@ def _stage_work(stage: Stage, digests: Digests, done: Mapping[str, StagePlan], w
     for kind in kinds:
         if kind not in digests.kinds:
             offered = ", ".join(digests.kinds) or "nothing"
-            raise ValueError(
+            raise JobError(
                 f"stage {stage.name} takes '{kind}': neither the source ({offered}) nor an earlier stage gives it"
             )
         there &= digests.kinds[kind].is_valid().to_numpy(zero_copy_only=False)
@@ -166,17 +146,16 @@ def _stage_work(stage: Stage, digests: Digests, done: Mapping[str, StagePlan], w
 def _table_work(table: Table, done: Mapping[str, StagePlan], options: Options) -> Work:
     feeds = (table.of,) if table.of else ()
     if table.of and table.of not in done:
-        raise ValueError(f"table {table.name} joins the records of '{table.of}', which is no stage of this job")
+        raise JobError(f"table {table.name} joins the records of '{table.of}', which is no stage of this job")
     rows = [row for row in table.items() if not options.items or not options.items.isdisjoint((row[0], row[2]))]
     items = pa.array([key for key, _, _ in rows], pa.string())
     if len(pc.unique(items)) < len(items):
         twice = pc.value_counts(items).filter(pc.greater(pc.value_counts(items).field("counts"), 1))
-        raise ValueError(f"table {table.name}: key {twice.field('values')[0].as_py()!r} is given to several rows")
+        raise JobError(f"table {table.name}: key {twice.field('values')[0].as_py()!r} is given to several rows")
     parents = pa.array([parent or None for _, _, parent in rows], pa.string())
     parts = np.zeros((len(rows), 1 + len(feeds), 16), np.uint8)
-    parts[:, 0] = np.frombuffer(b"".join(digest[:16].ljust(16, b"\0") for _, digest, _ in rows), np.uint8).reshape(
-        -1, 16
-    )
+    own = b"".join([digest[:16].ljust(16, b"\0") for _, digest, _ in rows])
+    parts[:, 0] = np.frombuffer(own, np.uint8).reshape(-1, 16)
     known = np.ones(len(rows), bool)
     if feeds:
         place = find(parents, done[table.of].table["item"])

@@ -1,0 +1,5 @@
+"""Jobs by name, for the command line."""
+
+from pipelines.jobs.sqa3d import SQA3D
+
+JOBS = {"sqa3d": SQA3D}
