@@ -49,8 +49,8 @@ class ScanObjects(Extractor):
 
     Attributes:
         rules: `exact`: walls, floors, ceilings and unknown labels are left out; a group that is listed twice counts
-            once. `legacy`, as ScanQA's code does: they stay where the scan has no more than one object id, absent
-            object ids then being rows of zeros; of groups that share vertices the later one takes them.
+            once. `legacy`, as ScanQA's code does: they stay where the scan has no more than one object, and of a
+            group that is listed twice the later one counts.
     """
 
     rules: Literal["exact", "legacy"] = "exact"
@@ -98,8 +98,7 @@ class ScanObjects(Extractor):
         owner = _owners(labels.segment, groups)
         nyu40 = {g.object_id: _nyu40(key, g, labels) for g in groups}
 
-        count = max(nyu40, default=-1) + 1 if self.rules == "legacy" else 0
-        unfiltered = self.rules == "legacy" and count <= 1
+        unfiltered = self.rules == "legacy" and len(groups) <= 1
         by_id = {g.object_id: g for g in groups}
         keep = [
             i for i in sorted(by_id)

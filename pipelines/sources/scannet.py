@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from extractors.errors import EmptyInput, InvalidValues, MissingFile, TruncatedFile, UnsupportedFile
+from extractors.errors import InvalidValues, MissingFile, UnsupportedFile
 from extractors.inputs import Clip, Labels, ObjectGroup, Scan
+from pipelines.sources.json_file import read_json
 from pipelines.sources.ply import read_ply
 from pipelines.sources.points import read_points
 from pipelines.sources.safe_pickle import read_pickle
@@ -184,28 +184,16 @@ def read_labels(segments: Path, aggregation: Path, label_table: Path) -> Labels:
     Raises:
         MissingFile, EmptyInput, TruncatedFile, UnsupportedFile: of the file that is named.
     """
+    hint = "download the annotation or leave out the stages on labels"
     try:
-        segment = np.array(_read_json(segments)["segIndices"], np.int64)
+        segment = np.array(read_json(segments, hint)["segIndices"], np.int64)
         groups = tuple(
             ObjectGroup(int(g["objectId"]), str(g["label"]), np.array(g["segments"], np.int64))
-            for g in _read_json(aggregation)["segGroups"]
+            for g in read_json(aggregation, hint)["segGroups"]
         )
     except (KeyError, TypeError) as error:
         raise UnsupportedFile(f"{segments} or {aggregation}: not ScanNet's segs and aggregation: no {error}") from error
     return Labels(segment, groups, _read_nyu40(label_table))
-
-
-def _read_json(path: Path) -> Any:
-    if not path.is_file():
-        raise MissingFile(f"{path}: no such file; download the annotation or leave out the stages on labels")
-    text = path.read_text()
-    if not text.strip():
-        raise EmptyInput(f"{path}: empty; download it again")
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        kind = TruncatedFile if error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg else UnsupportedFile
-        raise kind(f"{path}: {error}; download it again") from error
 
 
 @lru_cache(4)
