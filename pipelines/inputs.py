@@ -25,7 +25,7 @@ from pipelines.errors import JobError
 from pipelines.stage import Source
 from storage.files import check_item
 
-Progress = Callable[[int, int, int], None]  # files done, files in all, bytes read so far
+Progress = Callable[[int, int, int, int], None]  # files read, files to read, bytes read, bytes to read
 
 _SETTLED_NS = 2_000_000_000  # a file changed again within the clock's grain would keep its modification time
 _BATCH = 1000  # files hashed between two writes to the cache
@@ -113,14 +113,14 @@ class StatCache:
             }
             digests |= self._recall(present)
             unread = [path for path in present if path not in digests]
-            trusted, size = [], 0
+            trusted, size, total = [], 0, sum(present[path].size for path in unread)
             for done, (path, (digest, found)) in enumerate(zip(unread, pool.map(_hash_file, unread), strict=True), 1):
                 digests[path] = digest
                 if found:
                     trusted.append((path, digest, found))
                 size += present[path].size
                 if progress:
-                    progress(done, len(unread), size)
+                    progress(done, len(unread), size, total)
                 if len(trusted) == _BATCH:  # an interrupted first run need not start over
                     self._remember(trusted)
                     trusted.clear()

@@ -116,7 +116,7 @@ class JobSpec(BaseModel):
             if not (equals and dot and name and key):
                 raise JobError(f"override {assignment!r}: expected STAGE.SETTING=VALUE, as votenet.proposals=128")
             if name not in parts:
-                raise JobError(f"override {assignment!r}: {_unknown('stage', name, parts)}")
+                raise JobError(f"override {assignment!r}: {unknown('stage', name, parts)}")
             part, value = parts[name], _plain(text)
             if key in type(part).model_fields and key != "settings":
                 changed = {**part.model_dump(exclude={"settings"}), key: value, **part.settings}
@@ -138,7 +138,7 @@ class JobSpec(BaseModel):
         wanted = set(names)
         every: dict[str, StageSpec | TableSpec] = {**self.stages, **self.tables}
         for name in sorted(wanted - set(every)):
-            raise JobError(f"job {self.name}: {_unknown('stage', name, every)}")
+            raise JobError(f"job {self.name}: {unknown('stage', name, every)}")
         if not wanted:
             return self
         for name, part in reversed(every.items()):
@@ -174,9 +174,8 @@ class JobSpec(BaseModel):
             tables.append(made)
         known = set(getattr(source, "kinds", ()))
         for stage in stages if not faults else ():
-            for entry in stage.of:
-                if entry not in known:
-                    faults.append(f"stage {stage.name} takes {_unknown('input', entry, known)}")
+            strange = [entry for entry in stage.of if entry not in known]
+            faults += [f"stage {stage.name} takes {unknown('input', entry, known)}" for entry in strange]
             known.add(stage.name)
         if faults:
             raise JobError(f"job {self.name}:\n  " + "\n  ".join(faults))
@@ -229,7 +228,7 @@ def _class(known: Mapping[str, tuple[str, str]], name: str | type, what: str) ->
     if isinstance(name, type):
         return name
     if name not in known:
-        raise JobError(_unknown(what, name, known))
+        raise JobError(unknown(what, name, known))
     module, attribute = known[name]
     found: type = getattr(importlib.import_module(module), attribute)
     return found
@@ -251,8 +250,8 @@ def _made(name: str, find: Any, settings: Mapping[str, Any], faults: list[str], 
         return None
     before = len(faults)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    for key in settings.keys() - fields.keys():
-        faults.append(f"{name}: {_unknown('setting', key, [*fields, *also])}")
+    strange = [key for key in settings if key not in fields]
+    faults += [f"{name}: {unknown('setting', key, [*fields, *also])}" for key in strange]
     hints = typing.get_type_hints(cls)
     for key, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
@@ -324,7 +323,7 @@ def _plain(text: str) -> Any:
     return text
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """`unknown setting 'proposal'; did you mean proposals?`, or all there are."""
     known = list(known)
     near = difflib.get_close_matches(str(name), known, 3, 0.6)
@@ -342,7 +341,7 @@ def _checked(make: Any, where: str) -> Any:
             *parents, key = fault["loc"] or ("job",)
             at = ".".join(map(str, [*parents, key]))
             if fault["type"] == "extra_forbidden":
-                lines.append(_unknown("key", ".".join(map(str, [*parents, key])), JobSpec.model_fields))
+                lines.append(unknown("key", ".".join(map(str, [*parents, key])), JobSpec.model_fields))
             else:
                 lines.append(f"{at}: {fault['msg'].removeprefix('Value error, ')}")
         raise JobError(f"{where}:\n  " + "\n  ".join(lines)) from None

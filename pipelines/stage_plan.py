@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -223,6 +223,8 @@ def recipe_of(stage: Stage | Table) -> dict[str, Any]:
     """The recipe of a stage or table, without the paths among a table's fields: the digests of its rows count."""
     if isinstance(stage, Stage):
         return extractor_recipe(stage.extractor)
-    values = {f.name: getattr(stage, f.name) for f in fields(stage)}  # type: ignore[arg-type]
-    settings = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items() if not isinstance(v, Path)}
+    hints = get_type_hints(type(stage))
+    kept = [f.name for f in fields(stage) if Path not in (hints[f.name], *get_args(hints[f.name]))]  # type: ignore[arg-type]
+    values = {name: getattr(stage, name) for name in kept}
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
     return {"extractor": stage.name, "version": stage.version, "settings": settings, "weights": {}}

@@ -1,0 +1,163 @@
+"""Verbs that work on a job: plan, run, make-data."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import JobError
+from pipelines.inputs import NOTHING, Digests, Progress, digest_inputs
+from pipelines.job_spec import JobSpec, read_job, unknown
+from pipelines.plan import Options, Plan, plan
+from pipelines.plan_view import as_json, as_table, items_table
+from pipelines.stage import Job
+from storage.manifest import Manifest
+
+LAYOUTS = {"scannet": "pipelines.make_data.scannet"}  # each has make(out, seed, scenes)
+RUNNERS = ("local", "ray")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A job with its plan."""
+
+    job: Job
+    store: str
+    snapshot: int
+    plan: Plan
+
+
+def prepare(
+    name: str,
+    overrides: Sequence[str] | None = None,
+    store: str | None = None,
+    retry_failed: bool = False,
+    force: Sequence[str] | None = None,
+    stages: Sequence[str] | None = None,
+    items: Sequence[str] | None = None,
+) -> Ready:
+    """Read a job, digest its inputs and plan it.
+
+    Args:
+        name: a name of JOBS or a YAML file.
+        overrides, store, retry_failed, force, stages, items: as on the command line.
+    """
+    spec = find_job(name).override(overrides or ())
+    url = store or spec.store or "store"
+    job = spec.only(stages or ()).build()
+    options = Options(retry_failed, frozenset(force or ()), frozenset(stages or ()), frozenset(items or ()))
+    manifest = Manifest(url)
+    made = plan(job, digests_of(job), manifest, options)
+    return Ready(job, manifest.folder.url, manifest.snapshot, made)
+
+
+def find_job(name: str) -> JobSpec:
+    """A job by name or file; JobError where there is none."""
+    if Path(name).suffix in (".yaml", ".yml"):
+        return read_job(Path(name))
+    from pipelines.jobs import JOBS
+
+    if name not in JOBS:
+        raise JobError(f"{unknown('job', name, JOBS)}; or give a YAML file")
+    return JOBS[name]
+
+
+def digests_of(job: Job) -> Digests:
+    """Digests of the inputs that the job's stages take from its source, with progress on a terminal."""
+    if job.source is None:
+        return NOTHING
+    stages = {stage.name for stage in job.stages}
+    kinds = [kind for stage in job.stages for kind in stage.of if kind not in stages]
+    with _reading() as progress:
+        return digest_inputs(job.source, kinds, progress=progress)
+
+
+def show_plan(ready: Ready, as_json: bool = False, every: bool = False) -> None:
+    """Print a plan: as a table, or as one JSON object."""
+    if as_json:
+        print(json.dumps(plan_json(ready, every), ensure_ascii=False))
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not sys.stdout.isatty():
+        console.width = max(console.width, 120)  # a file or a pipe has no width
+    if every:
+        console.print(items_table(ready.plan))
+    console.print(as_table(ready.plan, ready.store))
+
+
+def plan_json(ready: Ready, every: bool = False) -> dict[str, Any]:
+    """The plan for machines; `every` adds a row for each item."""
+    return {"store": ready.store, "snapshot": ready.snapshot, **as_json(ready.plan, every)}
+
+
+def check_runner(runner: str, address: str | None, workers: int | None) -> None:
+    """Refuse a wrong runner before inputs are read."""
+    if runner not in RUNNERS:
+        raise JobError(unknown("runner", runner, RUNNERS))
+    if workers and runner == "local" and not address:
+        raise JobError("--workers needs --runner ray: the local runner is this process")
+
+
+def run(ready: Ready, runner: str, address: str | None, workers: int | None, max_failure_rate: float) -> int:
+    """Carry out a plan, keep its log in the store; returns the exit code."""
+    from pipelines import run_log
+    from pipelines.execute import execute
+    from pipelines.runners import Runner
+
+    if ready.plan.idle:
+        skipped = any(line.action == "skip" for line in ready.plan.lines())
+        if skipped:
+            print("Nothing to do; what failed before stays so until its input or recipe changes, or --retry-failed.")
+        return 3 if skipped else 0
+    chosen: Runner
+    if runner == "ray" or address:
+        from pipelines.runners.ray import RayRunner
+
+        chosen = RayRunner(workers, address)
+    else:
+        from pipelines.runners.local import LocalRunner
+
+        chosen = LocalRunner()
+    summary = execute(ready.job, ready.plan, ready.store, chosen, max_failure_rate=max_failure_rate)
+    run_log.save(ready.store, ready.plan, summary)
+    print(summary.text())
+    return summary.exit_code
+
+
+def make_data(layout: str, out: Path, seed: int, scenes: int) -> None:
+    """Write a synthetic dataset and say what it holds."""
+    if layout not in LAYOUTS:
+        raise JobError(unknown("layout", layout, LAYOUTS))
+    summary = importlib.import_module(LAYOUTS[layout]).make(out, seed=seed, scenes=scenes)
+    print(f"{out}: {summary}")
+
+
+@contextmanager
+def _reading() -> Iterator[Progress | None]:
+    """A progress bar for files that are read, on a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("reading inputs: {task.fields[files]}"), BarColumn(), DownloadColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        task: Any = None
+
+        def update(done: int, files: int, size: int, total: int) -> None:
+            nonlocal task
+            text = f"{done} of {files} files"
+            task = bars.add_task("", total=total, files=text) if task is None else task
+            bars.update(task, completed=size, total=total, files=text)
+
+        yield update
