@@ -8,30 +8,37 @@ import re
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from storage.errors import CacheError, StoreUnwritable
 
 TEMPORARY = ".tmp-"
-_RESERVED = {"manifest", "recipes", "locks"}
+RESERVED = {"manifest", "recipes", "locks", "runs"}
 
 
+@lru_cache
 def check_stage(stage: str) -> str:
     """Return the stage name, which is also a folder of the store; raise ValueError where it can't be one."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", stage) or stage in _RESERVED:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", stage) or stage in RESERVED:
         raise ValueError(
-            f"stage name {stage!r}: use letters, digits, '_', '-' and '.', at most 100, and none of {sorted(_RESERVED)}"
+            f"stage name {stage!r}: use letters, digits, '_', '-' and '.', at most 100, and none of {sorted(RESERVED)}"
         )
     return stage
 
 
 def check_item(item: str) -> str:
     """Return the item key, any text of at least one character; raise ValueError where it can't be stored."""
-    if not item or "\0" in item or any("\ud800" <= c <= "\udfff" for c in item):
+    try:
+        valid = bool(item.encode()) and "\0" not in item
+    except UnicodeEncodeError:
+        valid = False
+    if not valid:
         raise ValueError(f"item key {item!r:.80}: use valid Unicode text, not empty, without NUL")
     return item
 
@@ -74,37 +81,50 @@ class Folder:
         """Full path (or URL) of a file of the store."""
         return f"{self.url.rstrip('/')}/{name}"
 
-    def put(self, name: str, write: Callable[[str], None]) -> int:
-        """Let `write` fill a temporary file, then publish it under `name`; return its size in bytes.
+    def put(self, name: str, write: Callable[[str], object]) -> int:
+        """`put_new` for a file whose name is known beforehand; returns its size in bytes."""
+        folder, _, last = name.rpartition("/")
+
+        def named(path: str) -> str:
+            write(path)
+            return last
+
+        return self.put_new(folder, named)[1]
+
+    def put_new(self, folder: str, write: Callable[[str], str]) -> tuple[str, int]:
+        """Let `write` fill a temporary file and say what it is called, then publish it in a folder of the store.
 
         On disk: a temporary file in the same folder, fsync of file and folder, rename. Under a URL: one upload, which
         object stores show whole or not at all.
 
+        Returns:
+            Name relative to the store, size in bytes.
+
         Raises:
             StoreUnwritable: disk full, read-only, no permission; the temporary file is gone.
         """
-        with unwritable(self.path(name)), self._temporary(name) as temporary:
-            write(temporary)
+        with unwritable(self.path(folder)), self._temporary(folder) as temporary:
+            name = "/".join(filter(None, [folder, write(temporary)]))
             size = os.path.getsize(temporary)
             if self.local is None:
                 self.fs.put_file(temporary, self.path(name))
-                return size
+                return name, size
             sync(temporary)
             os.replace(temporary, self.path(name))
-            sync(os.path.dirname(self.path(name)))
-            return size
+            sync(self.local / folder)
+            return name, size
 
     @contextmanager
-    def _temporary(self, name: str) -> Iterator[str]:
+    def _temporary(self, folder: str) -> Iterator[str]:
         if self.local is None:
-            with tempfile.TemporaryDirectory() as folder:
-                yield os.path.join(folder, os.path.basename(name))
+            with tempfile.TemporaryDirectory() as elsewhere:
+                yield os.path.join(elsewhere, "new")
             return
-        target = self.local / name
-        if not target.parent.is_dir():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            sync(target.parent.parent)
-        temporary = target.with_name(f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{target.name}")
+        home = self.local / folder
+        if not home.is_dir():
+            home.mkdir(parents=True, exist_ok=True)
+            sync(home.parent)
+        temporary = home / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
         try:
             yield str(temporary)
         finally:
@@ -124,6 +144,14 @@ class Folder:
         with unwritable(self.path(name)):
             os.unlink(self.path(name)) if self.local is not None else self.fs.rm_file(self.path(name))
 
+    def files_changed(self, name: str) -> float:
+        """Time of a file's last change, in seconds since the epoch; now where there is no such file."""
+        info = self.files(name.rpartition("/")[0]).get(name) if self.local is None else None
+        if self.local is not None:
+            with suppress(FileNotFoundError):
+                return os.stat(self.local / name).st_mtime
+        return info.mtime if info else time.time()
+
     def folders(self) -> list[str]:
         """Names of the folders of the store, sorted."""
         if self.local is not None:
@@ -134,7 +162,7 @@ class Folder:
         return sorted(e["name"].rstrip("/").rsplit("/", 1)[-1] for e in listing if e["type"] == "directory")
 
     def files(self, folder: str) -> dict[str, FileInfo]:
-        """Files directly in a folder of the store, by their names relative to the store; {} where there is no folder."""
+        """Files directly in a folder of the store, by their names relative to the store; {} without such a folder."""
         found: dict[str, FileInfo] = {}
         if self.local is not None:
             with suppress(FileNotFoundError), os.scandir(self.local / folder) as entries:

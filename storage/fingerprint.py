@@ -49,13 +49,13 @@ def fingerprints(recipe: str, inputs: np.ndarray) -> np.ndarray:
 
 
 def record_digest(record: Record) -> bytes:
-    """Digest of a checked record's content: names, dtypes, shapes and values; the order of columns is irrelevant."""
+    """Digest of a checked record's content: names, dtypes, shapes and values, whatever the order of its columns."""
     digest = hashlib.sha256()
     for name in sorted(record):
         array = record[name]
         if array.dtype != object:
             digest.update(_length(f"{name} {array.dtype.str} {array.shape}".encode()))
-            digest.update(np.ascontiguousarray(array))
+            digest.update(np.ascontiguousarray(array).data)
             continue
         kinds, parts = zip(*map(_encoded, array.flat), strict=True) if array.size else ((), ())
         digest.update(_length(f"{name} {sorted(set(kinds))} {array.shape}".encode()))

@@ -1,13 +1,15 @@
 """HDF5 shards: one contiguous dataset per column, which numpy maps through the dataset's offset in the file.
 
-The file has the schema as JSON in the attribute `scenecache`, a dataset `item` (the key of every row), and per column a dataset
-(row, *dims): numbers as they are, booleans as HDF5's enum, strings and lists of any length as variable-length, bytes as lists of
-uint8. A missing value of a nullable column is NaN. With compression (gzip) the datasets are chunked and are decoded.
+The file has the schema as JSON in the attribute `scenecache`, a dataset `item` (the key of every row), and per column a
+dataset (row, *dims): numbers as they are, booleans as HDF5's enum, strings and lists of any length as variable-length,
+bytes as lists of uint8. A missing value of a nullable column is NaN. With compression (gzip) the datasets are chunked,
+and decoded when read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +46,7 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
             for name, column in schema.columns.items():
                 dataset = file.create_dataset(name, (rows, *_dims(column)), **_storage(schema, column))
                 arrays = [record[name] if schema.element else record[name][None] for record in records]
-                if column.numpy == object:
+                if column.numpy.hasobject:
                     _write_objects(dataset, np.concatenate(arrays))
                     continue
                 first = 0
@@ -97,7 +99,7 @@ def _write_objects(dataset: Any, values: np.ndarray) -> None:
 
 def _group(column: Column) -> int:
     """Rows of one chunk, and of one piece that is decoded at once."""
-    size = 1024 if column.numpy == object else int(np.prod(column.dims, dtype=int)) * np.dtype(column.dtype).itemsize
+    size = 1024 if column.numpy.hasobject else math.prod(_dims(column)) * np.dtype(column.dtype).itemsize
     return max(1, _GROUP_BYTES // size)
 
 
@@ -118,7 +120,7 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
         schema = Schema.from_json(json.loads(file.attrs["scenecache"]))
         for column_name, column in schema.columns.items():
             dataset = file[column_name]
-            offset = dataset.id.get_offset() if column.numpy != object else None
+            offset = dataset.id.get_offset() if not column.numpy.hasobject else None
             if buffer is not None and offset is not None:
                 values = np.frombuffer(buffer, column.dtype, dataset.size, offset).reshape(dataset.shape)
                 columns[column_name] = values

@@ -1,18 +1,21 @@
 """The manifest: a Delta Lake table that says which shard holds which record, and what made it.
 
-Rows are only ever appended. For an item the row of the newest commit counts, in the order (base_version, time, position):
-`base_version` is the table version that its writer had seen, so a row always counts over the rows that its writer knew,
-whatever the clocks say. Two writers that did not know of each other are ordered by time.
+Rows are only ever appended. For an item the row of the newest commit counts, in the order (base_version, time,
+position): `base_version` is the table version that its writer had seen, so a row always counts over the rows that its
+writer knew, whatever the clocks say. Two writers that did not know of each other are ordered by time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from datetime import datetime
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -41,9 +44,9 @@ class Row:
         status: `ok`, `empty` (no elements), `failed`, or `corrupt` (marked by verify).
         shard: file relative to the store.
         first_row, rows: where in the shard the record's elements lie.
+        digest: digest of the record's content.
         bytes: size of the record's values.
         shard_bytes: size of the file.
-        digest: digest of the record's content.
         mapped: whether the shard's values can be memory-mapped.
         error_class, error_text: why it failed.
         attempts: how often in a row it was tried.
@@ -60,9 +63,9 @@ class Row:
     shard: str = ""
     first_row: int = 0
     rows: int = 0
+    digest: bytes = b""
     bytes: int = 0
     shard_bytes: int = 0
-    digest: bytes = b""
     mapped: bool = False
     error_class: str = ""
     error_text: str = ""
@@ -146,7 +149,7 @@ class Manifest:
         Raises:
             StoreUnwritable: disk full, read-only, no permission.
         """
-        columns = list(zip(*map(astuple, rows), strict=True)) or [()] * len(ROW_COLUMNS)
+        columns = list(zip(*map(attrgetter(*ROW_COLUMNS), rows), strict=True)) or [()] * len(ROW_COLUMNS)
         return self.commit_table(
             pa.table([pa.array(c, f.type) for c, f in zip(columns, ROW_SCHEMA, strict=True)], ROW_SCHEMA)
         )
@@ -187,8 +190,8 @@ class Manifest:
     def compact(self, files: int = 8) -> None:
         """Fold a stage's files into one, sorted by item, where it has more than `files` of them.
 
-        Rows and their order stay; older snapshots still read the files they name. Gives way to a concurrent commit: what is not
-        compacted now is compacted next time.
+        Rows and their order stay; older snapshots still read the files they name. Gives way to a concurrent commit:
+        what is not compacted now is compacted next time.
         """
         self.refresh()
         for stage in self.stages():
@@ -210,6 +213,20 @@ class Manifest:
                 self.refresh()
                 self._sync_log(base)
 
+    def snapshot_at(self, when: datetime) -> int:
+        """Version that was the newest at a time; the first one where the store is younger."""
+        table = DeltaTable(self._url)
+        table.load_as_version(when)
+        return table.version()
+
+    def vacuum(self, hours: float, snapshots: list[int], dry_run: bool) -> list[str]:
+        """Remove the manifest's own files that were replaced over `hours` ago and that none of `snapshots` reads."""
+        with unwritable(self._url):
+            table = DeltaTable(self._url)
+            return table.vacuum(
+                math.ceil(hours), dry_run, enforce_retention_duration=False, full=True, keep_versions=snapshots
+            )
+
     def _create(self) -> None:
         if self.folder.local is not None:
             self.folder.local.mkdir(parents=True, exist_ok=True)
@@ -229,7 +246,7 @@ class Manifest:
         def write(path: str) -> None:
             pq.write_table(
                 rows, path, compression="zstd", row_group_size=1 << 14, write_statistics=["item"],
-                use_dictionary=["recipe", "status", "shard", "error_class", "error_text", "run", "time", "base_version"],
+                use_dictionary=["recipe", "status", "shard", "error_class", "error_text", "run", *_ORDER[:2]],
             )  # fmt: skip
 
         size = self.folder.put(f"manifest/{name}", write)
@@ -242,10 +259,12 @@ class Manifest:
         }
         return AddAction(name, size, {"stage": stage}, int(time.time() * 1000), change, json.dumps(stats))
 
-    def _transact(self, actions: list[AddAction | RemoveAction], properties: CommitProperties | None = None) -> None:
+    def _transact(
+        self, actions: Sequence[AddAction | RemoveAction], properties: CommitProperties | None = None
+    ) -> None:
         assert self._table is not None
         properties = properties or CommitProperties(max_commit_retries=1000)
-        self._table.create_write_transaction(actions, "append", SCHEMA, ["stage"], commit_properties=properties)
+        self._table.create_write_transaction(list(actions), "append", SCHEMA, ["stage"], commit_properties=properties)
 
     def _sync_log(self, base: int) -> None:
         """fsync the log entries since a version, which deltalake leaves to the system."""
@@ -341,7 +360,7 @@ class Manifest:
         return pa.concat_tables([table.cast(schema) for table in tables]) if tables else schema.empty_table()
 
     def _ordered(self, stage: str, columns: Iterable[str] | None) -> tuple[pa.Table, np.ndarray, np.ndarray]:
-        """All rows of a stage; of each row the rank of its item; row numbers by item, the oldest row of an item first."""
+        """All rows of a stage; of each row the rank of its item; row numbers by item, an item's oldest row first."""
         wanted = set(ROW_COLUMNS if columns is None else columns)
         if unknown := wanted - set(SCHEMA.names):
             raise ValueError(f"unknown columns {sorted(unknown)}; choose from {SCHEMA.names}")

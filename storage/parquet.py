@@ -1,7 +1,8 @@
 """Parquet shards: tables that any Parquet tool reads, laid out so that numpy can map them.
 
-Without compression a shard is one row group, and each column one page of PLAIN values without nulls. The values of such a
-column are the last bytes of its chunk: they start at data_page_offset + total_compressed_size - nbytes. `write` proves it.
+Without compression a shard is one row group, and each column one page of PLAIN values without nulls. The values of such
+a column are the last bytes of its chunk: they start at data_page_offset + total_compressed_size - nbytes. `write`
+proves it.
 
 | column | Arrow type in the file | how it is read |
 | --- | --- | --- |
@@ -17,9 +18,12 @@ With compression (zstd) a shard has small row groups and all columns are decoded
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,10 +34,11 @@ import pyarrow.parquet as pq
 from storage.errors import CorruptShard
 from storage.files import Folder
 from storage.schema import Column, Record, Schema
-from storage.shards import Bits, Decoded, Narrow, Shard, Text, Values, map_file, prove
+from storage.shards import Bits, Decoded, Narrow, Ranged, Shard, Text, Values, map_file, prove
 
 SUFFIX = ".parquet"
 MAX_BYTES = 1 << 30  # of one shard: a page's size is a signed 32-bit number
+_TEXT: dict[str, type] = {"string": str, "bytes": bytes}
 _SMALL = 32  # values per element up to which a column keeps its numbers visible to other tools
 _GROUP_BYTES = 4 << 20  # raw bytes of a row group in compressed shards
 
@@ -66,7 +71,7 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
     for name, column in schema.columns.items():
         field = _field(name, column)
         values = _arrow(column, field.type, [record[name] for record in records], schema.element is None)
-        if column.dtype in ("string", "bytes"):  # the size of the page's values, which the footer does not tell
+        if column.dtype in _TEXT:  # the size of the page's values, which the footer does not tell
             size = 4 * rows + (pc.sum(pc.binary_length(values)).as_py() or 0)
             field = field.with_metadata({"value_bytes": str(size)})
         fields.append(field)
@@ -93,12 +98,12 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
 
 
 def _field(name: str, column: Column) -> pa.Field:
-    value = pa.from_numpy_dtype(column.dtype) if column.dtype not in ("string", "bytes") else None
+    value = pa.from_numpy_dtype(column.dtype) if column.dtype not in _TEXT else None
     if value is None:
         return pa.field(name, pa.string() if column.dtype == "string" else pa.binary(), nullable=False)
     if None in column.dims:
         return pa.field(name, pa.list_(pa.field("element", value, nullable=False)), nullable=False)
-    width = int(np.prod(column.dims, dtype=int))
+    width = math.prod(_dims(column))
     if column.nullable:
         return pa.field(name, pa.list_(value, width) if column.dims else value, nullable=not column.dims)
     if not column.dims:
@@ -120,8 +125,8 @@ def _arrow(column: Column, type: pa.DataType, arrays: list[np.ndarray], single: 
             if len(array)
         ]
         return pa.chunked_array(chunks, type)
-    values = np.concatenate(arrays) if arrays else np.empty((0, *column.dims), column.numpy)
-    if column.numpy == object:
+    values = np.concatenate(arrays) if arrays else np.empty((0, *_dims(column)), column.numpy)
+    if column.numpy.hasobject:
         return pa.array(values, type, from_pandas=False)
     flat = values.reshape(-1)
     if column.nullable:
@@ -134,64 +139,73 @@ def _arrow(column: Column, type: pa.DataType, arrays: list[np.ndarray], single: 
     return pa.array(flat)
 
 
+@dataclass(frozen=True)
+class _File:
+    """An open Parquet file: how to read it again, its footer, and its mapping where values may be taken from there."""
+
+    folder: Folder
+    path: str
+    state: tuple
+    metadata: Any
+    arrow: pa.Schema
+    open: Callable[[], Any]
+    buffer: pa.Buffer | None
+
+
 def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
     """Open a shard (see `storage.shards.open_shard`)."""
     path = folder.path(name)
-    if folder.local is None:
-        with folder.fs.open(path) as file:
-            parsed = pq.ParquetFile(file)
-            return _shard(
-                parsed.metadata, parsed.schema_arrow, lambda: pa.PythonFile(folder.fs.open(path)), (path, state), None
-            )
-    buffer = map_file(path)
-    parsed = pq.ParquetFile(pa.BufferReader(buffer))
-    source = (path, state)
-    return _shard(
-        parsed.metadata, parsed.schema_arrow, lambda: pa.BufferReader(buffer), source, buffer if mapped else None
-    )
+    buffer = map_file(path) if folder.local is not None else None
 
+    def opened() -> Any:
+        return pa.PythonFile(folder.fs.open(path)) if buffer is None else pa.BufferReader(buffer)
 
-def _shard(metadata: Any, arrow: pa.Schema, file: Any, source: tuple, buffer: pa.Buffer | None) -> Shard:
-    if b"scenecache" not in (arrow.metadata or {}):
+    with opened() as source:
+        parsed = pq.ParquetFile(source)
+        file = _File(folder, path, state, parsed.metadata, parsed.schema_arrow, opened, buffer)
+    if b"scenecache" not in (file.arrow.metadata or {}):
         raise CorruptShard("the file has no 'scenecache' schema in its metadata; was it written by another program?")
-    schema = Schema.from_json(json.loads(arrow.metadata[b"scenecache"]))
-    bounds = np.cumsum([0, *(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups))]).tolist()
-    columns: dict[str, Values] = {}
-    for name, column in schema.columns.items():
-        text = column.dtype in ("string", "bytes")
-        if buffer is not None and (column.fixed or text) and metadata.num_rows:
-            columns[name] = _mapped(column, metadata, arrow, arrow.get_field_index(name), buffer)
-        else:
-            columns[name] = _decoded(name, column, metadata, file, source, bounds)
-    return Shard(schema, columns)
+    schema = Schema.from_json(json.loads(file.arrow.metadata[b"scenecache"]))
+    return Shard(schema, {name: _values(file, name, column, mapped) for name, column in schema.columns.items()})
 
 
-def _mapped(column: Column, metadata: Any, arrow: pa.Schema, index: int, buffer: pa.Buffer) -> Values:
-    """The values of a column as they lie in the file."""
-    chunk = metadata.row_group(0).column(index)
-    rows, end = metadata.num_rows, chunk.data_page_offset + chunk.total_compressed_size
-    if not column.fixed:
-        start = end - int(arrow.field(index).metadata[b"value_bytes"])
-        return Text(memoryview(buffer)[start:end], rows, str if column.dtype == "string" else bytes)
-    dtype, shape = np.dtype(column.dtype), (rows, *column.dims)
-    count = int(np.prod(shape, dtype=int))
-    if chunk.physical_type == "BOOLEAN":
-        size = -(-count // 8)
-        return Bits(np.frombuffer(buffer, np.uint8, size, end - size), shape[1:])
-    if chunk.physical_type == "INT32" and dtype.itemsize < 4:
-        return Narrow(np.frombuffer(buffer, np.int32, count, end - 4 * count).reshape(shape), dtype)
-    return np.frombuffer(buffer, dtype, count, end - count * dtype.itemsize).reshape(shape)
+def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
+    """A column, by the fastest way that there is."""
+    rows, text = file.metadata.num_rows, column.dtype in _TEXT
+    if not (mapped and rows and (column.fixed or (text and file.buffer))):
+        return _decoded(file, name, column)
+    index = file.arrow.get_field_index(name)
+    chunk = file.metadata.row_group(0).column(index)
+    end = chunk.data_page_offset + chunk.total_compressed_size
+    if text:
+        start = end - int(file.arrow.field(index).metadata[b"value_bytes"])
+        assert file.buffer is not None
+        return Text(memoryview(file.buffer)[start:end], rows, _TEXT[column.dtype], file.path)
+    dtype, shape = np.dtype(column.dtype), (rows, *_dims(column))
+    count = math.prod(shape)
+    bits, narrow = chunk.physical_type == "BOOLEAN", chunk.physical_type == "INT32" and dtype.itemsize < 4
+    if file.buffer is None:
+        if bits or narrow:
+            return _decoded(file, name, column)
+        return Ranged(file.folder.fs, file.path, end - count * dtype.itemsize, dtype, shape[1:])
+    if bits:
+        return Bits(np.frombuffer(file.buffer, np.uint8, -(-count // 8), end - -(-count // 8)), shape[1:])
+    if narrow:
+        return Narrow(np.frombuffer(file.buffer, np.int32, count, end - 4 * count).reshape(shape), dtype)
+    return np.frombuffer(file.buffer, dtype, count, end - count * dtype.itemsize).reshape(shape)
 
 
-def _decoded(name: str, column: Column, metadata: Any, file: Any, source: tuple, bounds: list[int]) -> Decoded:
-    """The values of a column by way of pyarrow."""
+def _decoded(file: _File, name: str, column: Column) -> Decoded:
+    """A column by way of pyarrow."""
+    groups = range(file.metadata.num_row_groups)
+    bounds = list(itertools.accumulate((file.metadata.row_group(i).num_rows for i in groups), initial=0))
 
     def decode(group: int) -> np.ndarray:
-        with file() as opened:
-            table = pq.ParquetFile(opened, metadata=metadata).read_row_group(group, columns=[name])
+        with file.open() as opened:
+            table = pq.ParquetFile(opened, metadata=file.metadata).read_row_group(group, columns=[name])
         return _numpy(column, table.column(0).combine_chunks())
 
-    return Decoded((*source, name), bounds, decode, np.empty((0, *_dims(column)), column.numpy))
+    return Decoded((file.path, file.state, name), bounds, decode, np.empty((0, *_dims(column)), column.numpy))
 
 
 def _dims(column: Column) -> tuple[int, ...]:
@@ -202,17 +216,17 @@ def _numpy(column: Column, array: Any) -> np.ndarray:
     """An Arrow array as the numpy array it was made from (`_arrow` backwards)."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
     shape = (len(array), *_dims(column))
-    if column.numpy == object:
-        values = np.empty(shape, object)
-        if None in column.dims:
-            flat, bounds = (
-                array.flatten().to_numpy(zero_copy_only=False),
-                array.offsets.to_numpy() - array.offsets[0].as_py(),
-            )
-            values[:] = [flat[i:j].astype(column.dtype) for i, j in zip(bounds[:-1], bounds[1:], strict=True)] or None
-        else:
-            values[:] = array.to_pylist()
-        return values
+    if column.dtype in _TEXT:
+        texts = np.empty(shape, object)
+        texts[:] = array.to_pylist()
+        return texts
+    if None in column.dims:
+        flat = array.flatten().to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+        bounds = array.offsets.to_numpy() - array.offsets[0].as_py()
+        lists = np.empty(shape, object)
+        for i in range(len(lists)):
+            lists[i] = flat[bounds[i] : bounds[i + 1]]
+        return lists
     if pa.types.is_fixed_size_binary(array.type):
         width = array.type.byte_width
         data = np.frombuffer(array.buffers()[1], np.uint8, len(array) * width, array.offset * width)

@@ -54,7 +54,7 @@ def open(
 
 
 class Cache:
-    """A store at one snapshot: a mapping from stage to `Records`. It pickles, and works in forked and spawned processes."""
+    """A store at one snapshot: stage name -> `Records`. It pickles, and works in forked and spawned processes."""
 
     def __init__(self, url: str | os.PathLike[str], snapshot: int | None = None) -> None:
         self.manifest = Manifest(url, snapshot)
@@ -95,7 +95,7 @@ class Cache:
 
         Args:
             stages: names, or `Records` with a selection of columns.
-            missing: what to do about keys that not all stages have: leave them out, raise, or give None for what is absent.
+            missing: what to do about keys that not all stages have: leave them out, raise, or give None.
 
         Raises:
             RecordMissing: with `raise`, naming some of the keys.
@@ -251,7 +251,7 @@ class Records(Mapping[str, Record]):
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """What made the newest record: extractor, version, settings, weights. `row(key).recipe` has the id for one item."""
+        """What made the newest record: extractor, version, settings, weights (`row(key).recipe` is one item's id)."""
         latest = self._stage.manifest.latest(self.stage, ["recipe", "time"])
         newest = int(np.argmax(latest["time"].cast("int64").to_numpy()))
         return self._stage.manifest.recipe(latest["recipe"][newest].as_py())

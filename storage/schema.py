@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -62,12 +63,12 @@ class Column:
         if self.nullable and not (self.dtype.startswith("float") and None not in self.dims):
             raise ValueError(f"nullable needs a float column of fixed dims, this is {self.dtype} {self.dims}")
 
-    @property
+    @cached_property
     def fixed(self) -> bool:
         """True where every element takes the same number of bytes (can be memory-mapped)."""
         return self.dtype not in _TEXT and None not in self.dims and not self.nullable
 
-    @property
+    @cached_property
     def numpy(self) -> np.dtype:
         """dtype of the array that a record holds (`object` for text and lists)."""
         return np.dtype(object if self.dtype in _TEXT or None in self.dims else self.dtype)
@@ -126,10 +127,10 @@ class Schema:
         checked: Record = {}
         count: int | None = None
         for name, column in self.columns.items():
-            array = np.asarray(record[name], dtype=object if column.numpy == object else None)
+            array = np.asarray(record[name], dtype=object if column.numpy.hasobject else None)
             if array.dtype != column.numpy:
                 raise SchemaError(f"{where}: '{name}' is {array.dtype}, the schema says {column.dtype}")
-            dims = () if column.numpy == object and None in column.dims else column.dims
+            dims = () if column.numpy.hasobject and None in column.dims else column.dims
             found = array.shape[1:] if self.element else array.shape
             if (self.element and array.ndim == 0) or found != dims:
                 expected = (self.element, *column.dims) if self.element else column.dims
@@ -164,13 +165,19 @@ class Schema:
 def _stored(column: Column, format: str, array: np.ndarray, where: str) -> np.ndarray:
     """The array as it is read back; text and lists are checked value by value."""
     if column.dtype in _TEXT:
+        kind = _TEXT[column.dtype]
         for value in array.flat:
-            if type(value) is not _TEXT[column.dtype]:
-                raise SchemaError(f"{where} holds {value!r:.60}, expected {_TEXT[column.dtype].__name__}")
+            if type(value) is not kind:
+                raise SchemaError(f"{where} holds {value!r:.60}, expected {kind.__name__}")
+            if kind is str and not value.isascii():
+                try:
+                    value.encode()
+                except UnicodeEncodeError:
+                    raise SchemaError(f"{where} holds {value!r:.60}, which is not valid Unicode text") from None
             if format == "hdf5" and column.dtype == "string" and "\0" in value:
                 raise SchemaError(f"{where} holds a string with a NUL, which HDF5 can't store; use dtype 'bytes'")
         return array
-    if column.numpy == object:
+    if column.numpy.hasobject:
         lists = np.empty(array.shape, object)
         for index, value in np.ndenumerate(array):
             values = np.asarray(value)

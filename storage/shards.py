@@ -7,6 +7,7 @@ A local shard is mapped into memory. Columns whose bytes lie in the file as nump
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import struct
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from storage.errors import CorruptShard
+from storage.errors import CacheError, CorruptShard
 from storage.files import Folder
 from storage.schema import Record, Schema
 
@@ -46,7 +47,7 @@ class Bits:
     """Booleans that Parquet keeps as bits, the lowest of each byte first."""
 
     def __init__(self, data: np.ndarray, dims: tuple[int, ...]) -> None:
-        self._data, self._dims, self._width = data, dims, int(np.prod(dims, dtype=int))
+        self._data, self._dims, self._width = data, dims, math.prod(dims)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, last = rows.start * self._width, rows.stop * self._width
@@ -68,29 +69,50 @@ class Narrow:
         return values
 
 
+class Ranged:
+    """Values of a remote shard, read by byte range."""
+
+    def __init__(self, fs: Any, path: str, offset: int, dtype: np.dtype, dims: tuple[int, ...]) -> None:
+        self._fs, self._path, self._offset, self._dtype, self._dims = fs, path, offset, dtype, dims
+        self._width = math.prod(dims) * dtype.itemsize
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        first, last = (self._offset + row * self._width for row in (rows.start, rows.stop))
+        data = self._fs.cat_file(self._path, first, last) if last > first else b""
+        return np.frombuffer(data, self._dtype).reshape(-1, *self._dims)
+
+
 class Text:
     """Strings or bytes, each behind its length in 4 bytes. The offsets are found on first use."""
 
-    def __init__(self, data: memoryview, rows: int, kind: type) -> None:
-        self._data, self._rows, self._kind = data, rows, kind
+    def __init__(self, data: memoryview, rows: int, kind: type, path: str) -> None:
+        self._data, self._rows, self._kind, self._path = data, rows, kind, path
         self._starts: np.ndarray | None = None
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         starts = self._starts if self._starts is not None else self._find()
         values = np.empty(rows.stop - rows.start, object)
         bounds = starts[rows.start : rows.stop + 1].tolist()
-        for i in range(len(values)):
-            value = self._data[bounds[i] + 4 : bounds[i + 1]]
-            values[i] = str(value, "utf8") if self._kind is str else bytes(value)
+        try:
+            for i in range(len(values)):
+                value = self._data[bounds[i] + 4 : bounds[i + 1]]
+                values[i] = str(value, "utf8") if self._kind is str else bytes(value)
+        except UnicodeDecodeError as error:
+            raise CorruptShard(f"shard {self._path}: a text is damaged: {error}") from error
         values.flags.writeable = False
         return values
 
     def _find(self) -> np.ndarray:
         starts = np.zeros(self._rows + 1, np.int64)
         unpack, data, position = struct.Struct("<I").unpack_from, self._data, 0
-        for i in range(self._rows):
-            position += 4 + unpack(data, position)[0]
-            starts[i + 1] = position
+        try:
+            for i in range(self._rows):
+                position += 4 + unpack(data, position)[0]
+                starts[i + 1] = position
+        except struct.error as error:
+            raise CorruptShard(f"shard {self._path}: the length of text {i} is damaged") from error
+        if position != len(data):
+            raise CorruptShard(f"shard {self._path}: the lengths of its texts are damaged")
         self._starts = starts
         return starts
 
@@ -126,7 +148,12 @@ class Decoded:
         return values
 
     def _group(self, key: tuple) -> np.ndarray:
-        return self._decode(key[-1])
+        try:
+            return self._decode(key[-1])
+        except CacheError:
+            raise
+        except Exception as error:  # what damaged bytes make a decoder say has no common base
+            raise CorruptShard(f"shard {key[0]}: rows of {key[2]!r} can't be decoded: {error}") from error
 
 
 class _Pieces:
@@ -199,7 +226,7 @@ def open_shard(folder: Folder, name: str, size: int, mapped: bool) -> Shard:
         )
     try:
         shard = (hdf5 if name.endswith(".h5") else parquet).read(folder, name, state, mapped)
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
         raise CorruptShard(
             f"shard {path} can't be opened: {error}; `scenecache verify --deep` finds what is lost"
         ) from error
@@ -221,9 +248,9 @@ def prove(shard: Shard, records: Sequence[Record], path: str) -> None:
             expected = record[name] if shard.schema.element else record[name][None]
             if not same(values[first : first + len(expected)], expected):
                 raise CorruptShard(
-                    f"{path}: '{name}' reads back differently from row {first} on. The record was changed after it was added, "
-                    f"or the disk is faulty, or this library version lays files out in another way (then compress=True in the "
-                    "schema avoids the mapping)"
+                    f"{path}: '{name}' reads back differently from row {first} on. The record was changed after it was "
+                    "added, or the disk is faulty, or this library version lays files out in another way (then "
+                    "compress=True in the schema avoids the mapping)"
                 )
             first += len(expected)
 

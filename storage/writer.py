@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ class ShardWriter:
         self.schema = schema
         self.target_bytes = target_bytes
         self._format: Any = hdf5 if schema.format == "hdf5" else parquet
-        self._batch: list[tuple[Row, Record]] = []
+        self._batch: list[tuple[Row, Record, int]] = []
         self.pending = 0
 
     @property
@@ -56,16 +57,10 @@ class ShardWriter:
         if row.stage != self.stage:
             raise ValueError(f"{where}: the row is of stage {row.stage}")
         checked = self.schema.check(record, where)
-        try:
-            digest = record_digest(checked)
-        except UnicodeEncodeError as error:
-            raise SchemaError(f"{where}: a string is not valid Unicode: {error}") from error
-        count = self.schema.rows(checked)
         size = sum(_size(array) for array in checked.values())
         if size > self._format.MAX_BYTES:
             raise SchemaError(f"{where}: {size / 1e9:.1f} GB in one record; use format='hdf5' for records over 1 GB")
-        row = replace(row, status="ok" if count else "empty", rows=count, bytes=size, digest=digest)
-        self._batch.append((row, checked))
+        self._batch.append((row, checked, size))
         self.pending += size
 
     def flush(self) -> list[Row]:
@@ -84,40 +79,47 @@ class ShardWriter:
                 done += self._write(batch[len(done) :])
         except BaseException:
             self._batch = batch + self._batch
-            self.pending = sum(row.bytes for row, _ in self._batch)
+            self.pending = sum(size for _, _, size in self._batch)
             raise
         return done
 
-    def _write(self, batch: list[tuple[Row, Record]]) -> list[Row]:
+    def _write(self, batch: list[tuple[Row, Record, int]]) -> list[Row]:
         """Write the first records of a batch, as many as fit one shard, and return their rows."""
         total, count = 0, 0
-        for row, _ in batch:
-            total += row.bytes
+        for _, _, size in batch:
+            total += size
             if count and total > self._format.MAX_BYTES:
                 break
             count += 1
-        rows = [row for row, _ in batch[:count]]
-        records = [record for _, record in batch[:count]]
-        name = f"{self.stage}/{self._identity(rows)}{self._format.SUFFIX}"
+        rows, records, sizes = zip(*batch[:count], strict=True)
+        keys = [row.item for row in rows]
+        digests: list[bytes] = []
         mapped = False
 
-        def write(path: str) -> None:
+        def write(path: str) -> str:
             nonlocal mapped
-            mapped = self._format.write(path, self.schema, [row.item for row in rows], records)
+            with ThreadPoolExecutor(1) as hashing:  # sha256 and the writing of large arrays both let other threads run
+                hashed = hashing.submit(list, map(record_digest, records))
+                mapped = self._format.write(path, self.schema, keys, records)
+                digests.extend(hashed.result())
+            return f"{self._identity(keys, digests)}{self._format.SUFFIX}"
 
-        size = self.folder.put(name, write)
+        shard, shard_bytes = self.folder.put_new(self.stage, write)
         first, done = 0, []
-        for row in rows:
-            done.append(replace(row, shard=name, first_row=first, shard_bytes=size, mapped=mapped))
-            first += row.rows
+        for row, record, size, digest in zip(rows, records, sizes, digests, strict=True):
+            elements = self.schema.rows(record)
+            where: dict[str, Any] = {"shard": shard, "first_row": first, "rows": elements, "shard_bytes": shard_bytes}
+            status = "ok" if elements else "empty"
+            done.append(replace(row, status=status, digest=digest, bytes=size, mapped=mapped, **where))
+            first += elements
         return done
 
-    def _identity(self, rows: list[Row]) -> str:
+    def _identity(self, keys: list[str], digests: list[bytes]) -> str:
         """Name of a shard: equal content gives an equal file under the same name, however often it is written."""
         digest = hashlib.sha256(f"{self._format.engine()} {json.dumps(self.schema.to_json())}".encode())
-        for row in rows:
-            item = row.item.encode()
-            digest.update(len(item).to_bytes(8, "little") + item + row.digest)
+        for key, content in zip(keys, digests, strict=True):
+            item = key.encode()
+            digest.update(len(item).to_bytes(8, "little") + item + content)
         return digest.hexdigest()[: 2 * SIZE]
 
 

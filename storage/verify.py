@@ -1,0 +1,244 @@
+"""Is all there that the manifest names (`verify`), and what on disk is no longer needed (`gc`)?"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.errors import CacheError, CorruptShard, StoreNotFound
+from storage.files import RESERVED, FileInfo
+from storage.fingerprint import record_digest
+from storage.manifest import EMPTY, ROW_COLUMNS, Manifest, Row
+from storage.reader import read_record
+from storage.shards import open_shard
+
+_DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A record that can't be read, or does not hold what was written."""
+
+    stage: str
+    item: str
+    shard: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes:
+        records: records that were looked at.
+        bytes: size of their values.
+        faults: the bad ones.
+        orphans: files in stage folders that no row names, name -> bytes. `gc` removes them when they are old enough.
+        marked: how many of the faults were marked `corrupt` in the manifest.
+    """
+
+    records: int
+    bytes: int
+    faults: tuple[Fault, ...]
+    orphans: dict[str, int]
+    marked: int
+
+
+@dataclass(frozen=True)
+class GcReport:
+    """What `gc` removed, or would remove.
+
+    Attributes:
+        removed: shards and leftover temporary files, name -> bytes.
+        manifest_files: files of the manifest that no kept snapshot reads.
+        kept: number of shards that stay.
+        dry_run: nothing was removed.
+    """
+
+    removed: dict[str, int]
+    manifest_files: tuple[str, ...]
+    kept: int
+    dry_run: bool
+
+
+def verify(url: str | os.PathLike[str], deep: bool = False, mark: bool = True) -> VerifyReport:
+    """Look at every record that readers see.
+
+    Args:
+        deep: read each one, compare its content with its digest, and check it against the schema; else only that its
+            shard is there and has the right size.
+        mark: append a `corrupt` row for each bad record: readers no longer see it and the next run makes it again.
+
+    Raises:
+        StoreNotFound: there is no store.
+        StoreUnwritable: the marks can't be written.
+    """
+    manifest = _existing(url)
+    files = _shard_files(manifest)
+    named: set[str] = set()
+    faults: list[tuple[Row, str]] = []
+    records = size = 0
+    for stage in manifest.stages():
+        named.update(pc.unique(manifest.rows(stage, ["shard"])["shard"]).to_pylist())
+        table = manifest.latest(stage)
+        table = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
+        records += table.num_rows
+        size += pc.sum(table["bytes"]).as_py() or 0
+        faults += _damaged(manifest, table, files, deep)
+    marked = _mark(manifest, faults) if mark and faults else 0
+    return VerifyReport(
+        records,
+        size,
+        tuple(Fault(row.stage, row.item, row.shard, problem) for row, problem in faults),
+        {name: info.size for name, info in sorted(files.items()) if name not in named},
+        marked,
+    )
+
+
+def _existing(url: str | os.PathLike[str]) -> Manifest:
+    manifest = Manifest(url)
+    if manifest.snapshot == EMPTY:
+        raise StoreNotFound(f"no store at {manifest.folder.url}: it has no manifest")
+    return manifest
+
+
+def _shard_files(manifest: Manifest) -> dict[str, FileInfo]:
+    """All files in the folders of stages, those of stages without rows too."""
+    found: dict[str, FileInfo] = {}
+    for folder in manifest.folder.folders():
+        if folder not in RESERVED and not folder.startswith("."):
+            found |= manifest.folder.files(folder)
+    return found
+
+
+def _damaged(manifest: Manifest, table: pa.Table, files: dict[str, FileInfo], deep: bool) -> Iterator[tuple[Row, str]]:
+    """Rows of a stage with what is wrong with them."""
+    problems: dict[tuple[str, int], str] = {}
+    shards = table.group_by(["shard", "shard_bytes"]).aggregate([])
+    for shard, expected in zip(shards["shard"].to_pylist(), shards["shard_bytes"].to_pylist(), strict=True):
+        if shard not in files:
+            problems[shard, expected] = "its shard is missing"
+        elif files[shard].size != expected:
+            problems[shard, expected] = f"its shard has {files[shard].size} bytes instead of {expected}"
+    if not deep:
+        bad = pa.array([shard for shard, _ in problems], pa.string())
+        table = table.filter(pc.is_in(table["shard"], value_set=bad))
+    for batch in table.sort_by([("shard", "ascending"), ("first_row", "ascending")]).to_batches(1 << 14):
+        for values in batch.select(ROW_COLUMNS).to_pylist():
+            row = Row(**values)
+            if (problem := problems.get((row.shard, row.shard_bytes))) or (
+                deep and (problem := _unlike(manifest, row))
+            ):
+                yield row, problem
+
+
+def _unlike(manifest: Manifest, row: Row) -> str:
+    """What is wrong with a record's content, empty where nothing is."""
+    try:
+        record = read_record(manifest.folder, row)
+        schema = open_shard(manifest.folder, row.shard, row.shard_bytes, row.mapped).schema
+        schema.check(record, f"{row.stage} {row.item!r}")
+    except CacheError as error:
+        return str(error)
+    if record_digest(record) != row.digest:
+        return "its content is not what was written"
+    return ""
+
+
+def _mark(manifest: Manifest, faults: Sequence[tuple[Row, str]]) -> int:
+    """Commit `corrupt` rows, but not over rows that another run has committed since."""
+    manifest.refresh()
+    rows: list[Row] = []
+    for stage in {row.stage for row, _ in faults}:
+        latest = manifest.latest(stage, ["item", "shard", "first_row", "status"]).to_pylist()
+        now = {(r["item"], r["shard"], r["first_row"], r["status"]) for r in latest}
+        rows += [
+            replace(row, status="corrupt", error_class=CorruptShard.__name__, error_text=problem)
+            for row, problem in faults
+            if row.stage == stage and (row.item, row.shard, row.first_row, row.status) in now
+        ]
+    manifest.commit(rows)
+    return len(rows)
+
+
+def gc(
+    url: str | os.PathLike[str],
+    dry_run: bool = False,
+    keep_days: float = 7,
+    orphan_days: float = 1,
+    locks: Sequence[str | os.PathLike[str]] = (),
+) -> GcReport:
+    """Remove the shards that no kept snapshot reads, files that no row names, and manifest files nobody reads.
+
+    Kept are the newest snapshot, every one that was the newest at some time in the last `keep_days`, and those that
+    lock files name (in the store's `locks` folder, and `locks`). No file younger than `orphan_days` is removed: it may
+    be of a run that has not committed yet.
+
+    Args:
+        dry_run: only say what would be removed.
+        locks: further lock files, written by `Cache.lock`.
+
+    Raises:
+        StoreNotFound: there is no store, or a lock names a snapshot that is not there; nothing was removed.
+        StoreUnwritable: a file can't be removed.
+    """
+    files = _shard_files(_existing(url))  # listed before the manifest is read: what is committed meanwhile is kept
+    manifest = _existing(url)
+    locked = _locked(manifest, locks)
+    keep: set[str] = set()
+    for snapshot in {manifest.snapshot, *locked}:
+        keep |= _read_by(Manifest(url, snapshot))
+    cutoff = datetime.now(UTC) - timedelta(days=keep_days)
+    oldest = manifest.snapshot_at(cutoff)
+    if oldest != manifest.snapshot:
+        keep |= _read_by(Manifest(url, oldest))
+        keep |= _committed_since(manifest, cutoff - timedelta(hours=1))  # rows are dated just before their commit
+    old = time.time() - orphan_days * _DAY
+    remove = {name: info.size for name, info in sorted(files.items()) if name not in keep and info.mtime < old}
+    unread = manifest.vacuum(max(keep_days, orphan_days) * 24, sorted({*locked, oldest}), dry_run)
+    if not dry_run:
+        for name in remove:
+            if manifest.folder.files_changed(name) < old:  # a run may have written the same shard again since
+                manifest.folder.delete(name)
+    return GcReport(remove, tuple(unread), len(files) - len(remove), dry_run)
+
+
+def _locked(manifest: Manifest, locks: Sequence[str | os.PathLike[str]]) -> dict[int, str]:
+    """Snapshots that lock files name -> the file."""
+    texts = {os.fspath(path): Path(path).read_text(encoding="utf8") for path in locks}
+    for name in manifest.folder.files("locks"):
+        if name.endswith(".json"):
+            texts[manifest.folder.path(name)] = manifest.folder.read(name).decode()
+    found: dict[int, str] = {}
+    for path, text in texts.items():
+        lock = json.loads(text)
+        if lock["manifest"] != manifest.id:
+            raise StoreNotFound(f"lock {path} is of another store; remove it or leave it out, then run gc again")
+        found[lock["snapshot"]] = path
+    return found
+
+
+def _read_by(manifest: Manifest) -> set[str]:
+    """Shards that readers of a snapshot see."""
+    shards: set[str] = set()
+    for stage in manifest.stages():
+        table = manifest.latest(stage, ["shard", "status"])
+        shards.update(pc.unique(table.filter(pc.not_equal(table["status"], "corrupt"))["shard"]).to_pylist())
+    return shards
+
+
+def _committed_since(manifest: Manifest, when: datetime) -> set[str]:
+    shards: set[str] = set()
+    for stage in manifest.stages():
+        table = manifest.rows(stage, ["shard", "time"])
+        recent = pc.greater_equal(table["time"], pa.scalar(when, table["time"].type))
+        shards.update(pc.unique(table.filter(recent)["shard"]).to_pylist())
+    return shards
