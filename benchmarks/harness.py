@@ -68,11 +68,8 @@ def compare(
                 seconds[name].append(took)
     if progress:
         for name, taken in seconds.items():
-            middle = statistics.median(taken)
-            print(
-                f"  {name:<24} {middle:9.4f} s   ({min(taken):.4f} .. {max(taken):.4f}, {repeats} runs)",
-                file=sys.stderr,
-            )
+            line = " .. ".join(map(_seconds, (min(taken), statistics.median(taken), max(taken))))
+            print(f"  {name:<24} {line}   (low .. median .. high of {repeats})", file=sys.stderr)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
@@ -118,6 +115,11 @@ def emit(name: str, ratios: Mapping[str, float], figures: Mapping[str, Any]) -> 
     sys.stderr.flush()
     result = {"name": name, "ratios": _rounded(ratios), "figures": _rounded(figures), "machine": machine()}
     print(json.dumps(result, allow_nan=False), flush=True)
+
+
+def _seconds(value: float) -> str:
+    scale, unit = next((s, u) for s, u in ((1, "s"), (1e3, "ms"), (1e6, "us")) if value * s >= 1 or u == "us")
+    return f"{value * scale:.3g} {unit}"
 
 
 def _rounded(value: Any) -> Any:
