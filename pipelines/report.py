@@ -1,0 +1,189 @@
+"""A self-contained HTML page about a store of scans: pictures, counts, timings, plans. All of it comes from the store."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import storage
+from extractors.bev_camera import BevCamera
+from extractors.geometry import transform
+from pipelines import run_log
+from storage.errors import RecordMissing
+from storage.reader import Cache
+from storage.schema import Record
+
+_EDGES = [(0, 1), (1, 2), (2, 3), (3, 0)]  # of one face of a box, in the official corner order
+_BOXES = 12  # detections drawn, the most object-like ones
+_FRAMES = 12  # frames on a contact sheet
+
+
+def write(url: str | os.PathLike[str], path: str | os.PathLike[str], scenes: int = 6) -> Path:
+    """Write the page.
+
+    Args:
+        url: the store.
+        path: HTML file to write.
+        scenes: scans that get pictures.
+    """
+    from jinja2 import Environment, FileSystemLoader, select_autoescape
+
+    cache = storage.open(url)
+    runs = run_log.load(url)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=select_autoescape(["html"]))
+    page = environment.get_template("report.html").render(
+        url=cache.url,
+        snapshot=cache.snapshot,
+        runs=runs[-2:],
+        stages=[_stage(cache, name) for name in cache.stages],
+        untrained=[name for name in cache.stages if _untrained(cache, name)],
+        scenes=[_scene(cache, key) for key in _scene_keys(cache)[:scenes]],
+        failures=[f for name in cache.stages for f in _failures(cache, name)],
+    )
+    path = Path(path)
+    path.write_text(page, encoding="utf8")
+    return path
+
+
+def _stage(cache: Cache, name: str) -> dict[str, Any]:
+    rows = cache.manifest.latest(name, ["status", "rows", "bytes", "seconds"]).to_pandas()
+    done = rows[rows["status"].isin(["ok", "empty"])]
+    return {
+        "name": name,
+        "items": len(done),
+        "rows": int(done["rows"].sum()),
+        "mb": done["bytes"].sum() / 1e6,
+        "seconds": float(done["seconds"].sum()),
+        "failed": int((rows["status"] == "failed").sum()),
+    }
+
+
+def _failures(cache: Cache, name: str) -> list[dict[str, str]]:
+    table = cache.manifest.latest(name, ["item", "status", "error_class", "error_text"])
+    return [{"stage": name, **row} for row in table.to_pylist() if row["status"] == "failed"][:20]
+
+
+def _untrained(cache: Cache, name: str) -> bool:
+    recipes = cache.manifest.latest(name, ["recipe"])["recipe"].unique().to_pylist()
+    weights = [w for id in recipes if id for w in cache.manifest.recipe(id).get("weights", {}).values()]
+    return any(w.startswith("untrained:") for w in weights)
+
+
+def _scene_keys(cache: Cache) -> list[str]:
+    for name in ("bev_render", "video", "votenet", "scan_info"):
+        if name in cache.stages and len(cache[name]):
+            return list(cache[name])
+    return []
+
+
+def _record(cache: Cache, stage: str, key: str) -> Record | None:
+    try:
+        return cache[stage][key] if stage in cache.stages else None
+    except RecordMissing:
+        return None
+
+
+def _scene(cache: Cache, key: str) -> dict[str, Any]:
+    votes, objects = _record(cache, "votenet", key), _record(cache, "scan_objects", key)
+    video, questions = _record(cache, "video", key), _questions(cache, key)
+    counts = {}
+    if votes is not None:
+        counts["proposals"] = f"{len(votes['mask'])}, {int(votes['mask'].sum())} of them called an object"
+    if objects is not None:
+        counts["annotated objects"] = len(objects["object_id"])
+    if video is not None:
+        counts["frames kept"] = len(video["frame"])
+    if questions:
+        counts["questions"] = len(questions)
+    return {
+        "key": key,
+        "counts": counts,
+        "bev": _bev(cache, key, votes, objects, questions[:1]),
+        "frames": None if video is None or not len(video["frame"]) else _contact_sheet(video),
+        "questions": questions[:4],
+    }
+
+
+def _questions(cache: Cache, key: str) -> list[dict[str, Any]]:
+    if "sqa3d_questions" not in cache.stages:
+        return []
+    wanted = ("scene_id", "situation", "question", "answer", "pose_scan", "facing_scan")
+    records = cache["sqa3d_questions"].select(*wanted)
+    return [{n: v.item() if v.ndim == 0 else v for n, v in r.items()} for r in records.values() if r["scene_id"] == key]
+
+
+def _bev(
+    cache: Cache, key: str, votes: Record | None, objects: Record | None, situations: list[dict[str, Any]]
+) -> str | None:
+    """The bird's-eye image with detections (orange), annotated boxes (green) and a situation (blue), as a data URL."""
+    from PIL import Image, ImageDraw
+
+    bev = _record(cache, "bev_render", key)
+    if bev is None:
+        return None
+    settings = json.loads(bev["render"].item())
+    image = Image.open(io.BytesIO(bev["image"].item())).convert("RGB")
+    camera = BevCamera(
+        bev["centre"], float(bev["radius"]), image.width, image.height, settings["lens_mm"], settings["sensor_mm"]
+    )
+    info = _record(cache, "scan_info", key)
+    to_scan = np.eye(4) if info is None or settings["frame"] == "aligned" else np.linalg.inv(info["axis_align"])
+    draw = ImageDraw.Draw(image)
+
+    def outline(corners: np.ndarray, color: str, width: int) -> None:
+        pixels = camera.project(transform(corners, to_scan))
+        for face in (0, 4):
+            for a, b in _EDGES:
+                draw.line([tuple(pixels[face + a]), tuple(pixels[face + b])], color, width)
+        for a in range(4):
+            draw.line([tuple(pixels[a]), tuple(pixels[a + 4])], color, width)
+
+    if objects is not None:
+        for box in objects["box_aligned"]:
+            outline(_corners(box), "#1a9850", 4)
+    if votes is not None:
+        order = np.argsort(votes["objectness"][:, 0] - votes["objectness"][:, 1], kind="stable")
+        for corners in votes["corners"][order[:_BOXES]]:
+            outline(corners, "#f46d43", 3)
+    for situation in situations:
+        position, facing = situation["pose_scan"][:3], situation["facing_scan"]
+        if settings["frame"] == "scan" and np.isfinite(position).all():
+            tip = position + 0.6 * np.array([*facing, 0.0])
+            (x, y), (u, v) = camera.project(position), camera.project(tip)
+            draw.line([x, y, u, v], "#2166ac", 9)
+            draw.ellipse([x - 16, y - 16, x + 16, y + 16], "#2166ac")
+    return _jpeg(image.resize((960, 960 * image.height // image.width)))
+
+
+def _corners(box: np.ndarray) -> np.ndarray:
+    """(8, 3) corners of an axis-aligned box (centre, size), the upper face first."""
+    signs = np.array([[1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, 1], [1, 1, -1], [1, -1, -1], [-1, -1, -1], [-1, 1, -1]])
+    return box[:3] + signs * box[3:6] / 2
+
+
+def _contact_sheet(video: Mapping[str, np.ndarray]) -> str:
+    from PIL import Image, ImageDraw
+
+    chosen = np.unique(np.linspace(0, len(video["frame"]) - 1, _FRAMES).round().astype(int))
+    columns, side = 6, 160
+    sheet = Image.new("RGB", (columns * side, -(-len(chosen) // columns) * side), "white")
+    draw = ImageDraw.Draw(sheet)
+    for place, i in enumerate(chosen):
+        x, y = place % columns * side, place // columns * side
+        sheet.paste(Image.fromarray(np.array(video["frame"][i])).resize((side - 4, side - 4)), (x, y))
+        draw.rectangle([x, y, x + 62, y + 14], "white")
+        draw.text((x + 3, y + 1), f"frame {video['frame_index'][i]}", "black")
+    return _jpeg(sheet)
+
+
+def _jpeg(image: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

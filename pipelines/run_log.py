@@ -1,0 +1,46 @@
+"""What each run planned and did, kept in the store as `runs/<run>.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pyarrow as pa
+
+from pipelines.execute import Summary
+from pipelines.plan import Plan
+from storage.files import Folder
+
+
+def save(url: str | os.PathLike[str], plan: Plan, summary: Summary) -> None:
+    """Write the log of one run."""
+    entry = {
+        "run": summary.run,
+        "job": summary.job,
+        "snapshot": summary.snapshot,
+        "seconds": summary.seconds,
+        "exit_code": summary.exit_code,
+        "plan": [group for stage in plan.stages for group in _groups(stage.name, stage.table)],
+        "stages": [vars(stage) | {"errors": dict(stage.errors)} for stage in summary.stages],
+    }
+    text = json.dumps(entry, indent=1, ensure_ascii=False)
+
+    def write(path: str) -> None:
+        with open(path, "w", encoding="utf8") as file:
+            file.write(text)
+
+    Folder(url).put(f"runs/{summary.run}.json", write)
+
+
+def load(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Logs of all runs, oldest first (run ids begin with their time)."""
+    folder = Folder(url)
+    names = sorted(name for name in folder.files("runs") if name.endswith(".json"))
+    return [json.loads(folder.read(name)) for name in names]
+
+
+def _groups(stage: str, table: pa.Table) -> list[dict[str, Any]]:
+    counted = table.select(["action", "reason"]).group_by(["action", "reason"]).aggregate([([], "count_all")])
+    rows = [{"stage": stage, "action": r["action"], "reason": r["reason"], "items": r["count_all"]} for r in counted.to_pylist()]
+    return sorted(rows, key=lambda row: -row["items"])
