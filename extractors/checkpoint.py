@@ -1,0 +1,211 @@
+"""Checkpoints: read them without running code from them, load them strictly, say what is in them.
+
+A checkpoint holds tensors by name, bare or under `state_dict` or `model_state_dict`, maybe with the prefix `module.` that
+DataParallel adds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from extractors.errors import WeightsError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_WRAPPERS = ("model_state_dict", "state_dict", "model")
+_SHOWN = 12  # keys in an error text
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of a file.
+
+    Attributes:
+        path: the file.
+        state: key -> tensor on the CPU, without the prefix.
+        wrapper: the entry of the file that held them, "" for a bare state_dict.
+        prefix: `module.` where keys had it, else "".
+        others: the file's other entries (`epoch`, `optimizer_state_dict` ...).
+    """
+
+    path: Path
+    state: dict[str, Tensor]
+    wrapper: str
+    prefix: str
+    others: tuple[str, ...]
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a `.safetensors` file or anything that `torch.save` wrote, as tensors and plain values alone.
+
+    Raises:
+        WeightsError: the file is damaged, or no checkpoint, or holds objects whose unpickling would run code (which is
+            never done).
+    """
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    wrapper, others = "", ()
+    if isinstance(content, Mapping):
+        found = next((name for name in _WRAPPERS if isinstance(content.get(name), Mapping)), "")
+        if found:
+            wrapper, others = found, tuple(str(key) for key in content if key != found)
+            content = content[found]
+    if not isinstance(content, Mapping) or not content:
+        raise WeightsError(f"{path}: holds a {type(content).__name__}, expected tensors by name (a state_dict)")
+    if strangers := [key for key, value in content.items() if not (isinstance(key, str) and _is_tensor(value))]:
+        raise WeightsError(
+            f"{path}: entries that are no tensors: {_some(strangers)}; expected a state_dict, bare or under one of "
+            f"{', '.join(_WRAPPERS)}"
+        )
+    prefix = "module." if all(key.startswith("module.") for key in content) else ""
+    state = {key.removeprefix(prefix): value for key, value in content.items()}
+    return Checkpoint(path, state, wrapper, prefix, others)
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name, wrapper and prefix removed; errors as `read_checkpoint`."""
+    return read_checkpoint(path).state
+
+
+def load_strict(module: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
+    """Copy a state_dict into a module; every key and every shape must match.
+
+    `num_batches_tracked` may be absent (files older than PyTorch 0.4.1), nothing reads it in inference.
+
+    Args:
+        module: filled in place.
+        state: key -> tensor, of any float dtype.
+        where: the file, for the error text.
+
+    Raises:
+        WeightsError: keys are missing, unexpected, of another shape, or hold NaN or infinity.
+    """
+    import torch
+
+    own = module.state_dict()
+    required = {key for key in own if not key.endswith("num_batches_tracked")}
+    faults = []
+    if missing := required - state.keys():
+        faults.append(f"missing: {_some(sorted(missing))}")
+    if unexpected := state.keys() - own.keys():
+        faults.append(f"unexpected: {_some(sorted(unexpected))}")
+    if shapes := [
+        f"{key} is {tuple(state[key].shape)}, expected {tuple(own[key].shape)}"
+        for key in own
+        if key in state and state[key].shape != own[key].shape
+    ]:
+        faults.append(f"other shapes: {_some(shapes)}")
+    if broken := [key for key, value in state.items() if not bool(torch.isfinite(value).all())]:
+        faults.append(f"NaN or infinity in: {_some(sorted(broken))}")
+    if faults:
+        raise WeightsError(
+            f"{where}: does not fit {type(module).__name__}; {'; '.join(faults)}. "
+            f"`scenecache doctor --checkpoint FILE` lists the file's keys"
+        )
+    module.load_state_dict({key: state.get(key, own[key]) for key in own})
+
+
+def seeded_init(module: nn.Module, seed: int) -> None:
+    """Fill a module for `untrained:SEED`: every tensor from the seed and its own name, whatever the order.
+
+    Weights of two dims and more are normal with the variance that keeps ReLU activations at their size (He et al. 2015);
+    normalisation scales are 1, biases 0, running statistics 0 and 1.
+    """
+    import numpy as np
+    import torch
+
+    state = module.state_dict()
+    for key, value in state.items():
+        name = key.rpartition(".")[2]
+        if value.ndim >= 2:
+            digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+            # RandomState's stream is frozen, default_rng's is not.
+            normal = np.random.RandomState(np.frombuffer(digest, np.uint32)).standard_normal(tuple(value.shape))
+            filled = torch.from_numpy(normal * (2 / (value.numel() / value.shape[0])) ** 0.5)
+        else:
+            filled = torch.full(value.shape, 1.0 if name in ("weight", "running_var") else 0.0)
+        state[key] = filled.to(value.dtype)
+    module.load_state_dict(state)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds and whether it loads, as plain JSON types: the report of `doctor --checkpoint`.
+
+    Returns:
+        file, bytes, sha256; wrapper, prefix, others (see `Checkpoint`); network and naming as detected (null where
+        unknown); keys: [{key, shape, dtype, use}] with use `loaded`, `ignored` (known, of another part of the model)
+        or `unexpected`; missing: expected keys that are absent; mismatched: [{key, shape, expected}]; notes; loads.
+
+    Raises:
+        WeightsError: the file can't be read.
+    """
+    from extractors import votenet_namings
+
+    checkpoint = read_checkpoint(path)
+    fit = votenet_namings.inspect(checkpoint.state)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "sha256": digest,
+        "wrapper": checkpoint.wrapper,
+        "prefix": checkpoint.prefix,
+        "others": list(checkpoint.others),
+        "network": "votenet" if fit else None,
+        "naming": fit.naming if fit else None,
+        "keys": [
+            {
+                "key": key,
+                "shape": list(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "use": fit.use(key) if fit else "unexpected",
+            }
+            for key, value in checkpoint.state.items()
+        ],
+        "missing": list(fit.missing) if fit else [],
+        "mismatched": [{"key": k, "shape": list(s), "expected": list(e)} for k, s, e in fit.mismatched] if fit else [],
+        "notes": list(fit.notes) if fit else [f"no known network: {votenet_namings.EXPECTED}"],
+        "loads": bool(fit and fit.loads),
+    }
+
+
+def _read_safetensors(path: Path) -> Any:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path}: no safetensors file: {error}") from error
+
+
+def _read_torch(path: Path) -> Any:
+    import torch
+
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # an unpickler of foreign bytes raises whatever it meets
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
+            blocked = next((line.strip() for line in reason if "GLOBAL" in line or "global" in line), reason[0])
+            raise WeightsError(
+                f"{path}: holds Python objects, which could run code when unpickled, so it was not unpickled ({blocked}). "
+                f"Where you trust the file, save its tensors alone: torch.save(model.state_dict(), 'clean.pth')"
+            ) from error
+        raise WeightsError(f"{path}: no readable checkpoint ({reason[0]}); is the download complete?") from error
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _some(names: list[Any]) -> str:
+    text = ", ".join(map(str, names[:_SHOWN]))
+    return text if len(names) <= _SHOWN else f"{text} and {len(names) - _SHOWN} more"

@@ -1,0 +1,432 @@
+"""PointNet++ (Qi et al. 2017) in plain PyTorch: sampling, grouping, interpolation and the two layers made of them.
+
+The index rules are those of the CUDA kernels that VoteNet and mmcv ship, ties included, so that official
+checkpoints see the neighbourhoods they were trained on. Squared distances are `(dx*dx + dy*dy) + dz*dz` in float32
+without fused multiply-add. Features are channels-last (batch, point, channel) throughout; metres, any frame.
+
+Inference only: BatchNorm always uses its running statistics and is folded into the linear maps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_FAR = 1e10  # the kernels' initial squared distance
+_DENSE = 4096  # below this many points, pruning costs more than it saves
+_STRIP = 256
+_CANDIDATES = 1 << 22  # pairs tested at once by ball_query: bounds its memory to about 200 MB
+_ROWS = 8192  # rows of a shared MLP at once on CPU: keeps its activations in cache
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def furthest_point_sample(
+    xyz: Tensor, count: int, *, lanes: int = 512, skip_origin: bool = False
+) -> tuple[Tensor, int]:
+    """Pick `count` points, each the furthest from those before it.
+
+    Index 0 comes first. Ties are won as in the kernels' reduction: point i belongs to lane i mod L, with L the largest
+    power of two up to min(points, `lanes`); the smallest bit-reversed lane wins, then the smallest index.
+
+    Args:
+        xyz: (batch, point, 3) float32, finite, within 10 km of the origin.
+        count: points to pick; when the points run out, indices repeat.
+        lanes: 512 for VoteNet's kernel, 1024 for mmcv's.
+        skip_origin: never pick points with x² + y² + z² <= 1e-3, as VoteNet's kernel does and mmcv's does not.
+            Where all points are such, index 0 is repeated.
+
+    Returns:
+        (batch, count) int64 indices, and how many of the first picks are known to have had no rival at the same distance.
+        Sampling that many points or fewer from the picks, in their order, gives 0, 1, 2 ... again.
+    """
+    points = xyz.shape[1]
+    order = _tie_order(points, lanes)  # in this order the first maximum is the one that wins
+    if xyz.device.type == "cpu":
+        scans = [_sample_scan(scan[order], count, skip_origin) for scan in xyz.detach().numpy()]
+        return torch.from_numpy(order[np.stack([picked for picked, _ in scans])]), min(sole for _, sole in scans)
+    ranked = torch.from_numpy(order).to(xyz.device)
+    picked, sole = _sample_dense_torch(xyz[:, ranked], count, skip_origin)
+    return ranked[picked], sole
+
+
+def _tie_order(points: int, lanes: int) -> np.ndarray:
+    """Point indices by (bit-reversed lane, index); index 0 stays first."""
+    bits = min(points, lanes).bit_length() - 1
+    lane = np.arange(points) & ((1 << bits) - 1)
+    reversed_lane = np.zeros_like(lane)
+    for _ in range(bits):
+        reversed_lane = (reversed_lane << 1) | (lane & 1)
+        lane >>= 1
+    return np.argsort(reversed_lane, kind="stable")
+
+
+def _start_distance(xyz: np.ndarray, skip_origin: bool) -> np.ndarray:
+    """Initial squared distances (point,); -1 marks points that are never picked."""
+    distance = np.full(len(xyz), _FAR, np.float32)
+    if skip_origin:
+        x, y, z = xyz.T
+        squared = (x * x + y * y) + z * z
+        distance[squared.astype(np.float64) <= 1e-3] = -1  # the kernel compares with a double
+    return distance
+
+
+def _sample_scan(xyz: np.ndarray, count: int, skip_origin: bool) -> tuple[np.ndarray, int]:
+    distance = _start_distance(xyz, skip_origin)
+    if len(xyz) <= _DENSE:
+        return _sample_dense(xyz, distance, count), 1  # ties are not looked for
+    return _sample_pruned(xyz, distance, count)
+
+
+def _sample_dense(xyz: np.ndarray, distance: np.ndarray, count: int) -> np.ndarray:
+    """The rule as it stands: every pick updates every point. xyz (point, 3) in tie order, point 0 first."""
+    rows = np.ascontiguousarray(xyz.T)
+    columns = np.ascontiguousarray(xyz)[:, :, None]
+    difference, squared = np.empty_like(rows), np.empty_like(distance)
+    picked = np.zeros(count, np.int64)
+    last = 0
+    for k in range(1, count):
+        np.subtract(rows, columns[last], difference)
+        np.multiply(difference, difference, difference)
+        np.add.reduce(difference, 0, None, squared)  # (x + y) + z, in this order
+        np.minimum(distance, squared, distance)
+        last = distance.argmax()
+        if distance[last] < 0:
+            last = 0
+        picked[k] = last
+    return picked
+
+
+def _sample_pruned(xyz: np.ndarray, distance: np.ndarray, count: int) -> tuple[np.ndarray, int]:
+    """The same picks, faster: a pick at x changes no point whose x differs by more than the largest distance left.
+
+    Points are sorted along the longest axis and cut into strips; each pick updates the strips in reach, in place, and
+    the maximum of each strip. Within a strip the points keep the tie order, between strips ties are looked up.
+    """
+    axis = int(np.argmax(np.ptp(xyz, axis=0)))
+    order = np.argsort(xyz[:, axis], kind="stable")
+    strips = -(-len(xyz) // _STRIP)
+    order = np.append(order, np.full(strips * _STRIP - len(xyz), order[-1]))  # padding: copies never picked
+    live = np.arange(len(order)) < len(xyz)
+    by_tie = np.argsort(np.where(live, order, len(xyz)).reshape(strips, _STRIP), axis=1, kind="stable")
+    by_tie = (by_tie + np.arange(strips)[:, None] * _STRIP).ravel()
+    order, live = order[by_tie], live[by_tie]
+
+    points = np.ascontiguousarray(xyz[order].T)
+    columns = np.ascontiguousarray(xyz[order])[:, :, None]
+    distance = np.where(live, distance[order], np.float32(-1))
+    by_strip = distance.reshape(strips, _STRIP)
+    furthest = by_strip.max(1)
+    along = points[axis].tolist()
+    lows = points[axis].reshape(strips, _STRIP).min(1).tolist()
+    highs = points[axis].reshape(strips, _STRIP).max(1).tolist()
+    scratch = np.empty_like(points)
+
+    first = int(np.flatnonzero((order == 0) & live)[0])
+    picked = np.full(count, first, np.int64)
+    last, largest, sole = first, float(furthest.max()), count
+    for k in range(1, count):
+        if largest < 0:
+            return order[picked], min(sole, k)  # nothing can be picked: index 0 for the rest
+        x = along[last]
+        reach = math.sqrt(largest) * 1.0001 + abs(x) * 1e-6  # rounding can't reach further
+        a, b = bisect_left(highs, x - reach), bisect_right(lows, x + reach)
+        span = slice(a * _STRIP, b * _STRIP)
+        difference, nearest = scratch[:, span], distance[span]
+        np.subtract(points[:, span], columns[last], difference)
+        np.multiply(difference, difference, difference)
+        squared = difference[0]
+        np.add(squared, difference[1], squared)
+        np.add(squared, difference[2], squared)
+        np.minimum(nearest, squared, nearest)
+        np.maximum.reduce(by_strip[a:b], 1, None, furthest[a:b])
+        strip = furthest.argmax()
+        top = furthest[strip]
+        within = (by_strip[strip] == top).nonzero()[0]
+        last = int(strip) * _STRIP + int(within[0])
+        if len(within) > 1 or np.count_nonzero(furthest == top) > 1:
+            sole = min(sole, k)
+            tied = np.flatnonzero(distance == top)
+            last = int(tied[order[tied].argmin()])
+        largest = float(top)
+        if largest >= 0:
+            picked[k] = last
+    return order[picked], sole
+
+
+def _sample_dense_torch(xyz: Tensor, count: int, skip_origin: bool) -> tuple[Tensor, int]:
+    """`_sample_dense` for a batch on an accelerator: no value leaves the device inside the loop."""
+    start = np.stack([_start_distance(scan, skip_origin) for scan in xyz.cpu().numpy()])
+    distance = torch.from_numpy(start).to(xyz.device)
+    x, y, z = xyz.permute(2, 0, 1).contiguous()
+    picked = torch.zeros(len(xyz), count, dtype=torch.int64, device=xyz.device)
+    last = picked[:, :1]
+    equals = torch.ones_like(picked)
+    for k in range(1, count):
+        dx, dy, dz = x - x.gather(1, last), y - y.gather(1, last), z - z.gather(1, last)
+        distance = torch.minimum(distance, (dx * dx + dy * dy) + dz * dz)
+        largest, last = distance.max(1, keepdim=True)  # the first maximum
+        equals[:, k] = (distance == largest).sum(1)
+        last = torch.where(largest < 0, 0, last)
+        picked[:, k : k + 1] = last
+    return picked, int((equals.amax(0) == 1).long().cumprod(0).sum())
+
+
+# ---------------------------------------------------------------- grouping
+
+
+def ball_query(xyz: Tensor, centres: Tensor, radius: float, limit: int) -> tuple[Tensor, Tensor]:
+    """The first `limit` points, by ascending index, nearer to each centre than `radius`.
+
+    A hit is d² < r², strictly, both in float32 (mmcv also accepts d² = 0, which is the same for radius > 0). Missing
+    neighbours repeat the first hit; a centre without a hit gets index 0 throughout, as in the kernels.
+
+    Points are sorted into cells of the radius's size, so only 27 cells are tested around a centre.
+
+    Args:
+        xyz: (batch, point, 3) float32, finite.
+        centres: (batch, centre, 3) float32, finite.
+        radius: metres, above 0.
+        limit: neighbours per centre.
+
+    Returns:
+        (batch, centre, limit) int64 indices, and (batch, centre) int64 how many of them are hits.
+    """
+    batch, points, _ = xyz.shape
+    per_scan = centres.shape[1]
+    device = xyz.device
+    order, starts, ends = _cells(xyz, centres, radius)
+    tests = (ends - starts).sum(1)
+    flat_xyz, flat_centres = xyz.reshape(-1, 3), centres.reshape(-1, 3)
+    r2 = float(np.float32(radius) * np.float32(radius))
+    neighbours = torch.zeros(batch * per_scan, limit, dtype=torch.int64, device=device)
+    hits = torch.zeros(batch * per_scan, dtype=torch.int64, device=device)
+
+    chunk_of = tests.cumsum(0).div(_CANDIDATES, rounding_mode="floor")
+    for size, begin in _runs(chunk_of):
+        s, e = starts[begin : begin + size], ends[begin : begin + size]
+        position, cell = _expand(s.reshape(-1), (e - s).reshape(-1))
+        candidate, row = order[position], cell // s.shape[1]
+        difference = flat_xyz.index_select(0, candidate).sub_(flat_centres.index_select(0, row + begin))
+        x, y, z = difference.square_().unbind(1)
+        hit = ((x + y).add_(z) < r2).nonzero().squeeze(1)
+        row, candidate = row[hit], candidate[hit] % points
+        by_index = (row * points + candidate).sort().values  # ascending index within each centre
+        row, candidate = by_index.div(points, rounding_mode="floor"), by_index % points
+        found = torch.bincount(row, minlength=size)
+        place = torch.arange(len(row), device=device) - (found.cumsum(0) - found)[row]
+        keep = place < limit
+        neighbours[begin + row[keep], place[keep]] = candidate[keep]
+        hits[begin : begin + size] = found.clamp(max=limit)
+    padding = torch.arange(limit, device=device) >= hits[:, None]
+    neighbours = torch.where(padding, neighbours[:, :1], neighbours)
+    return neighbours.reshape(batch, per_scan, limit), hits.reshape(batch, per_scan)
+
+
+def _cells(xyz: Tensor, centres: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort points into cells; give for each centre 9 runs (start, end) of that order, 3 cells along z each.
+
+    Returns:
+        order (batch * point,), and start and end (batch * centre, 9), all int64.
+    """
+    batch, points, _ = xyz.shape
+    exact = xyz.double()
+    low = exact.amin((0, 1))
+    extent = float((exact.amax((0, 1)) - low).max())
+    size = max(radius * 1.0001, extent / (1 << 18))  # a little over the radius; keys stay below 2^63
+    of_points = torch.floor((exact - low) / size).long() + 2
+    cells = of_points.amax((0, 1)) + 3
+    of_centres = torch.floor((centres.double() - low) / size)
+    of_centres = torch.minimum(of_centres.clamp(min=-1).long() + 2, cells - 2).clamp(min=1)
+
+    def keys(index: Tensor) -> Tensor:
+        scan = torch.arange(batch, device=xyz.device)[:, None]
+        return ((scan * cells[0] + index[..., 0]) * cells[1] + index[..., 1]) * cells[2] + index[..., 2]
+
+    sorted_keys, order = keys(of_points).reshape(-1).sort()
+    steps = torch.tensor([-1, 0, 1], device=xyz.device)
+    columns = ((steps[:, None] * cells[1] + steps) * cells[2]).reshape(-1)
+    middle = keys(of_centres).reshape(-1, 1) + columns
+    return order, torch.searchsorted(sorted_keys, middle - 1), torch.searchsorted(sorted_keys, middle + 2)
+
+
+def _runs(values: Tensor) -> list[tuple[int, int]]:
+    """(length, start) of each run of equal neighbours."""
+    lengths = torch.unique_consecutive(values, return_counts=True)[1].tolist()
+    return list(zip(lengths, np.cumsum([0, *lengths[:-1]]).tolist(), strict=True))
+
+
+def _expand(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Concatenate the ranges start .. start + length; also the number of the range each entry is from."""
+    run = torch.repeat_interleave(lengths)
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(len(run), device=starts.device) + (starts - before)[run], run
+
+
+def three_nn(unknown: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """The three known points nearest to each unknown one, nearest first; the lower index first where they tie.
+
+    Args:
+        unknown: (batch, n, 3) float32.
+        known: (batch, m, 3) float32, m >= 3.
+
+    Returns:
+        distance (batch, n, 3) float32, metres (not squared), and index (batch, n, 3) int64.
+    """
+    x, y, z = (unknown[:, :, None] - known[:, None]).unbind(-1)
+    squared = (x * x + y * y) + z * z
+    distances, indices = [], []
+    for _ in range(3):  # topk promises no order among equals, min does
+        nearest, index = squared.min(2, keepdim=True)
+        squared = squared.scatter(2, index, torch.inf)
+        distances.append(nearest)
+        indices.append(index)
+    return torch.cat(distances, 2).sqrt(), torch.cat(indices, 2)
+
+
+def three_interpolate(features: Tensor, distance: Tensor, index: Tensor) -> Tensor:
+    """Average the features of three neighbours, weighted by 1 / (distance + 1e-8).
+
+    Args:
+        features: (batch, m, channel).
+        distance, index: (batch, n, 3), from `three_nn`.
+
+    Returns:
+        (batch, n, channel).
+    """
+    weight = 1 / (distance + 1e-8)
+    weight = weight / weight.sum(2, keepdim=True)
+    scan = torch.arange(len(features), device=features.device)[:, None, None]
+    return (features[scan, index] * weight[..., None]).sum(2)
+
+
+# ---------------------------------------------------------------- layers
+
+
+class BatchNorm(nn.Module):
+    """BatchNorm under the key `bn`, as the official modules nest it."""
+
+    def __init__(self, channels: int, dims: int = 2) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(channels) if dims == 2 else nn.BatchNorm1d(channels)
+
+
+class ConvBatchNorm(nn.Module):
+    """1x1 convolution without bias and BatchNorm: keys `conv.weight`, `bn.bn.*`."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(inputs, outputs, 1, bias=False)
+        self.bn = BatchNorm(outputs)
+
+    def folded(self) -> tuple[Tensor, Tensor]:
+        """One linear map: weight (outputs, inputs) and bias (outputs,)."""
+        return fold(self.conv, self.bn.bn)
+
+
+def fold(conv: nn.Conv1d | nn.Conv2d, bn: nn.BatchNorm1d | nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """A 1x1 convolution and the BatchNorm behind it (running statistics) as weight (out, in) and bias (out,)."""
+    assert bn.running_mean is not None
+    assert bn.running_var is not None
+    scale = bn.weight / torch.sqrt(bn.running_var + bn.eps)
+    shift = -bn.running_mean if conv.bias is None else conv.bias - bn.running_mean
+    return conv.weight.flatten(1) * scale[:, None], shift * scale + bn.bias
+
+
+class SharedMLP(nn.Sequential):
+    """1x1 convolutions with BatchNorm and ReLU: keys `layer0`, `layer1` ..."""
+
+    def __init__(self, *channels: int) -> None:
+        super().__init__()
+        for i, (inputs, outputs) in enumerate(zip(channels, channels[1:], strict=False)):
+            self.add_module(f"layer{i}", ConvBatchNorm(inputs, outputs))
+
+    def folded(self) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of each layer."""
+        return [layer.folded() for layer in self.children() if isinstance(layer, ConvBatchNorm)]
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(row, inputs) -> (row, outputs), ReLU behind every layer."""
+        for weight, bias in self.folded():
+            rows = torch.addmm(bias, rows, weight.T).relu_()
+        return rows
+
+
+class SetAbstraction(nn.Module):
+    """Sample centres, group their neighbours, and pool a shared MLP over each group.
+
+    A group is [(neighbour - centre) / radius, features]. The first layer is linear in both, so its feature part is
+    computed once per point rather than once per neighbour; neighbours that only repeat the first hit are left out,
+    which a maximum doesn't notice.
+
+    Args:
+        count: centres.
+        radius: metres.
+        limit: neighbours per centre.
+        channels: of the MLP, its first entry without the three coordinates.
+    """
+
+    def __init__(self, count: int, radius: float, limit: int, channels: tuple[int, ...]) -> None:
+        super().__init__()
+        self.count, self.radius, self.limit = count, radius, limit
+        self.mlp_module = SharedMLP(channels[0] + 3, *channels[1:])
+
+    def forward(self, xyz: Tensor, features: Tensor, centres: Tensor) -> Tensor:
+        """Features of the centres.
+
+        Args:
+            xyz: (batch, point, 3) metres.
+            features: (batch, point, channel).
+            centres: (batch, count, 3) metres.
+
+        Returns:
+            (batch, count, last of channels).
+        """
+        batch, points, _ = xyz.shape
+        neighbours, hits = ball_query(xyz, centres, self.radius, self.limit)
+        neighbours = (neighbours + torch.arange(batch, device=xyz.device)[:, None, None] * points).flatten(0, 1)
+        flat_xyz, flat_centres = xyz.reshape(-1, 3), centres.reshape(-1, 3)
+        (weight, bias), *inner = self.mlp_module.folded()
+        per_point = torch.addmm(bias, features.reshape(batch * points, -1), weight[:, 3:].T)
+        to_first = weight[:, :3].T.contiguous()
+        pooled = features.new_empty(len(flat_centres), inner[-1][0].shape[0])
+        for centre, width in self._groups(hits.reshape(-1)):
+            index = neighbours[centre, :width].reshape(-1)
+            offset = flat_xyz.index_select(0, index).view(-1, width, 3).sub_(flat_centres[centre, None])
+            rows = per_point.index_select(0, index).addmm_(offset.div_(self.radius).view(-1, 3), to_first)
+            for layer_weight, layer_bias in inner:
+                rows = torch.addmm(layer_bias, rows.relu_(), layer_weight.T)
+            pooled[centre] = rows.view(len(centre), width, -1).amax(1).relu_()  # ReLU and maximum commute
+        return pooled.view(batch, -1, pooled.shape[1])
+
+    def _groups(self, hits: Tensor) -> list[tuple[Tensor, int]]:
+        """Centres with about as many hits together, and that many: (centre indices, neighbours to use)."""
+        if hits.device.type != "cpu":
+            return [(torch.arange(len(hits), device=hits.device), self.limit)]
+        order = hits.argsort(descending=True, stable=True)
+        widths = hits[order].clamp(min=1).tolist()
+        groups, begin = [], 0
+        while begin < len(widths):
+            end = min(begin + max(_ROWS // widths[begin], 1), len(widths))
+            groups.append((order[begin:end], widths[begin]))
+            begin = end
+        return groups
+
+
+class FeaturePropagation(nn.Module):
+    """Carry features from few points to many by interpolation, then a shared MLP over [interpolated, skip]."""
+
+    def __init__(self, *channels: int) -> None:
+        super().__init__()
+        self.mlp = SharedMLP(*channels)
+
+    def forward(self, unknown: Tensor, known: Tensor, skip: Tensor, features: Tensor) -> Tensor:
+        """unknown (batch, n, 3), known (batch, m, 3), skip (batch, n, c), features (batch, m, d) -> (batch, n, out)."""
+        interpolated = three_interpolate(features, *three_nn(unknown, known))
+        rows = torch.cat([interpolated, skip], 2)
+        return self.mlp(rows.flatten(0, 1)).view(*rows.shape[:2], -1)

@@ -1,0 +1,33 @@
+"""Where the folders of reference outputs and real samples are, which only some machines have."""
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", default="../shared/golden", help="folder of reference outputs, for tests/parity")
+    parser.addoption("--data", default="../shared/data", help="folder of real samples")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "golden(model): runs once per reference file of the model (tests/parity)")
+
+
+def _folder(request: pytest.FixtureRequest, option: str) -> Path:
+    folder = (request.config.rootpath / str(request.config.getoption(option))).resolve()
+    if not folder.is_dir():
+        pytest.skip(f"no folder {folder}: give it with {option}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden_dir(request: pytest.FixtureRequest) -> Path:
+    """Folder of reference outputs; the test is skipped where there is none."""
+    return _folder(request, "--golden")
+
+
+@pytest.fixture(scope="session")
+def data_dir(request: pytest.FixtureRequest) -> Path:
+    """Folder of real samples; the test is skipped where there is none."""
+    return _folder(request, "--data")
