@@ -10,9 +10,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import secrets
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from operator import attrgetter
@@ -93,8 +97,30 @@ _FILE_SCHEMA = pa.schema(
 _DEFAULTS = {f.name: f.default for f in fields(Row) if isinstance(f.default, str | bytes | int | float)}
 
 
+@dataclass(frozen=True)
+class _File:
+    """A data file of the table: its rows are of one stage, sorted by item."""
+
+    path: str
+    stage: str
+    bytes: int
+    rows: int
+    low: str | None  # no item sorts before it; None where the file was written without statistics
+    high: str | None
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    version: int
+    id: str
+    files: tuple[_File, ...]
+
+
 class Manifest:
     """The manifest of a store, at one snapshot.
+
+    Reading works in forked processes too. deltalake does not, so a forked process can't commit, and asks a new process
+    where it has to look at the table's log.
 
     Args:
         url: the store; a store without a manifest is an empty one, which the first commit makes.
@@ -107,36 +133,21 @@ class Manifest:
     def __init__(self, url: str | os.PathLike[str], snapshot: int | None = None) -> None:
         self.folder = Folder(url)
         self._url = self.folder.path("manifest")
-        try:
-            self._table: DeltaTable | None = DeltaTable(self._url, version=snapshot)
-        except TableNotFoundError:
-            self._table = None
-            if snapshot is not None and snapshot != EMPTY:
-                raise StoreNotFound(f"no store at {self.folder.url}, so no snapshot {snapshot}") from None
-        except DeltaError as error:
-            raise StoreNotFound(f"{self.folder.url} has no snapshot {snapshot}: {error}") from error
-        self._files: list[dict[str, Any]] | None = None
+        self._at = _look(self._url, snapshot)
 
     @property
     def snapshot(self) -> int:
         """Version of the table that is read, -1 where there is none yet."""
-        return EMPTY if self._table is None else self._table.version()
+        return self._at.version
 
     @property
     def id(self) -> str:
         """Id of the table, which a new store in the same folder would not share."""
-        return "" if self._table is None else str(self._table.metadata().id)
+        return self._at.id
 
     def refresh(self) -> None:
         """Move on to the newest snapshot."""
-        self._files = None
-        try:
-            if self._table is None:
-                self._table = DeltaTable(self._url)
-            else:
-                self._table.update_incremental()
-        except TableNotFoundError:
-            pass
+        self._at = _look(self._url, None)
 
     # Writing
 
@@ -159,10 +170,8 @@ class Manifest:
         if not rows.num_rows:
             return self.snapshot
         with unwritable(self._url):
-            if self._table is None:
-                self._create()
-            self.refresh()
-            base = self.snapshot
+            table = self._create()
+            base = table.version()
             count = rows.num_rows
             columns = [
                 rows[f.name].cast(f.type)
@@ -176,13 +185,13 @@ class Manifest:
                 pa.repeat(pa.scalar(base, pa.int64()), count),
                 pa.array(np.arange(count)),
             ]
-            table = pa.table(columns, SCHEMA)
-            stages = pc.unique(table["stage"]).to_pylist()
+            whole = pa.table(columns, SCHEMA)
+            stages = pc.unique(whole["stage"]).to_pylist()
             adds = [
-                self._write(stage, table.filter(pc.equal(table["stage"], stage)) if len(stages) > 1 else table, True)
+                self._write(stage, whole.filter(pc.equal(whole["stage"], stage)) if len(stages) > 1 else whole, True)
                 for stage in stages
             ]
-            self._transact(adds)
+            _transact(table, adds, retries=1000)
             self.refresh()
             self._sync_log(base)
         return self.snapshot
@@ -199,44 +208,42 @@ class Manifest:
             if len(old) <= files:
                 continue
             with unwritable(self._url):
-                table = self._read([f["path"] for f in old], None).append_column(
-                    "stage", pa.repeat(pa.scalar(stage), sum(f["num_records"] for f in old))
-                )
-                add = self._write(stage, table.select(SCHEMA.names), False)
+                rows = self._read(old, None)
+                rows = rows.append_column("stage", pa.repeat(pa.scalar(stage), rows.num_rows)).select(SCHEMA.names)
+                add = self._write(stage, rows, False)
                 now = int(time.time() * 1000)
-                removes = [RemoveAction(f["path"], False, now, f["size_bytes"], {"stage": stage}) for f in old]
+                removes = [RemoveAction(file.path, False, now, file.bytes, {"stage": stage}) for file in old]
                 base = self.snapshot
-                try:  # no retry: with a concurrent compaction, a second try could add rows twice
-                    self._transact([add, *removes], CommitProperties(max_commit_retries=0))
-                except DeltaError:
-                    self.folder.delete(f"manifest/{add.path}")
+                # No retry: after a concurrent compaction it would add rows twice. What is left of a vain try is for gc.
+                with suppress(DeltaError):
+                    _transact(_delta(self._url, base), [add, *removes], retries=0)
                 self.refresh()
                 self._sync_log(base)
 
     def snapshot_at(self, when: datetime) -> int:
         """Version that was the newest at a time; the first one where the store is younger."""
-        table = DeltaTable(self._url)
+        table = _delta(self._url, None)
         table.load_as_version(when)
         return table.version()
 
     def vacuum(self, hours: float, snapshots: list[int], dry_run: bool) -> list[str]:
         """Remove the manifest's own files that were replaced over `hours` ago and that none of `snapshots` reads."""
         with unwritable(self._url):
-            table = DeltaTable(self._url)
-            return table.vacuum(
+            return _delta(self._url, None).vacuum(
                 math.ceil(hours), dry_run, enforce_retention_duration=False, full=True, keep_versions=snapshots
             )
 
-    def _create(self) -> None:
+    def _create(self) -> DeltaTable:
+        """The table at its newest version, made where there is none."""
+        with suppress(TableNotFoundError):
+            return _delta(self._url, None)
         if self.folder.local is not None:
             self.folder.local.mkdir(parents=True, exist_ok=True)
         # Without log clean-up a lock file can name a snapshot of any age.
-        settings = {"delta.enableExpiredLogCleanup": "false", "delta.appendOnly": "false"}
-        try:
+        settings = {"delta.enableExpiredLogCleanup": "false"}
+        with suppress(DeltaError):  # of two processes that make it at the same time one fails
             DeltaTable.create(self._url, SCHEMA, mode="ignore", partition_by=["stage"], configuration=settings)
-        except DeltaError:  # another process made it at this moment
-            if not DeltaTable.is_deltatable(self._url):
-                raise
+        return _delta(self._url, None)
 
     def _write(self, stage: str, rows: pa.Table, change: bool) -> AddAction:
         """Write rows of one stage as a data file, sorted by item so that one item is found without reading all."""
@@ -258,13 +265,6 @@ class Manifest:
             "nullCount": {"item": 0},
         }
         return AddAction(name, size, {"stage": stage}, int(time.time() * 1000), change, json.dumps(stats))
-
-    def _transact(
-        self, actions: Sequence[AddAction | RemoveAction], properties: CommitProperties | None = None
-    ) -> None:
-        assert self._table is not None
-        properties = properties or CommitProperties(max_commit_retries=1000)
-        self._table.create_write_transaction(list(actions), "append", SCHEMA, ["stage"], commit_properties=properties)
 
     def _sync_log(self, base: int) -> None:
         """fsync the log entries since a version, which deltalake leaves to the system."""
@@ -300,7 +300,7 @@ class Manifest:
 
     def stages(self) -> list[str]:
         """Names of the stages that have rows, sorted."""
-        return sorted({f["partition.stage"] for f in self._list()})
+        return sorted({file.stage for file in self._at.files})
 
     def latest(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table:
         """The newest row of every item of a stage, sorted by item.
@@ -321,42 +321,30 @@ class Manifest:
     def find(self, stage: str, item: str) -> Row | None:
         """The newest row of one item, found without reading the others; None where there is none."""
         key = item.encode()
-        paths = [
-            f["path"]
+        files = [
+            f
             for f in self._of_stage(stage)
-            if f.get("min.item") is None or f["min.item"].encode() <= key <= f["max.item"].encode()
+            if f.low is None or f.high is None or f.low.encode() <= key <= f.high.encode()
         ]
-        table = self._read(paths, None, item)
+        table = self._read(files, None, item)
         if not table.num_rows:
             return None
         order = np.lexsort([_numbers(table[name]) for name in reversed(_ORDER)])
         newest = table.select([n for n in ROW_COLUMNS if n != "stage"]).slice(int(order[-1]), 1).to_pylist()[0]
         return Row(stage=stage, **newest)
 
-    def _list(self) -> list[dict[str, Any]]:
-        """Data files of the snapshot: path, size_bytes, num_records, min.item, max.item, partition.stage."""
-        if self._files is None:
-            self._files = [] if self._table is None else pa.table(self._table.get_add_actions(flatten=True)).to_pylist()
-        return self._files
+    def _of_stage(self, stage: str) -> list[_File]:
+        return [file for file in self._at.files if file.stage == stage]
 
-    def _of_stage(self, stage: str) -> list[dict[str, Any]]:
-        return [f for f in self._list() if f["partition.stage"] == stage]
-
-    def _read(self, paths: Sequence[str], columns: list[str] | None, item: str | None = None) -> pa.Table:
-        """Rows of data files without the stage; only those of one item where it is given."""
+    def _read(self, files: Sequence[_File], columns: list[str] | None, item: str | None = None) -> pa.Table:
+        """Rows of data files, without the stage; only those of one item where it is given."""
         schema = _FILE_SCHEMA if columns is None else pa.schema([_FILE_SCHEMA.field(name) for name in columns])
-        filters = None if item is None else pc.field("item") == item
-        fs = None if self.folder.local is not None else self.folder.fs
-        tables = [
-            pq.read_table(
-                self.folder.path(f"manifest/{path}"),
-                columns=schema.names,
-                filters=filters,
-                filesystem=fs,
-                partitioning=None,
-            )
-            for path in paths
-        ]
+        options: dict[str, Any] = {"columns": schema.names, "partitioning": None}
+        if item is not None:
+            options["filters"] = pc.field("item") == item
+        if self.folder.local is None:
+            options["filesystem"] = self.folder.fs
+        tables = [pq.read_table(self.folder.path(f"manifest/{file.path}"), **options) for file in files]
         return pa.concat_tables([table.cast(schema) for table in tables]) if tables else schema.empty_table()
 
     def _ordered(self, stage: str, columns: Iterable[str] | None) -> tuple[pa.Table, np.ndarray, np.ndarray]:
@@ -365,7 +353,7 @@ class Manifest:
         if unknown := wanted - set(SCHEMA.names):
             raise ValueError(f"unknown columns {sorted(unknown)}; choose from {SCHEMA.names}")
         names = [name for name in _FILE_SCHEMA.names if name in wanted or name in ("item", *_ORDER)]
-        table = self._read([f["path"] for f in self._of_stage(stage)], names)
+        table = self._read(self._of_stage(stage), names)
         encoded = pc.dictionary_encode(table["item"].combine_chunks())
         codes, items = encoded.indices.to_numpy(), encoded.dictionary
         if not pc.all(pc.less(items[:-1], items[1:])).as_py():
@@ -388,3 +376,65 @@ class Manifest:
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
     return column.cast(pa.int64()).to_numpy() if pa.types.is_timestamp(column.type) else column.to_numpy()
+
+
+_runtime: int | None = None  # process in which deltalake's threads were started; a fork of it can't use them
+
+
+def _delta(url: str, version: int | None) -> DeltaTable:
+    global _runtime
+    if _runtime not in (None, os.getpid()):
+        raise RuntimeError(
+            "a forked process can't write to a store: start workers with 'spawn', or before a store is used"
+        )
+    _runtime = os.getpid()
+    return DeltaTable(url, version=version)
+
+
+def _transact(table: DeltaTable, actions: Sequence[AddAction | RemoveAction], retries: int) -> None:
+    properties = CommitProperties(max_commit_retries=retries)
+    table.create_write_transaction(list(actions), "append", SCHEMA, ["stage"], commit_properties=properties)
+
+
+def _look(url: str, version: int | None) -> _Snapshot:
+    """Read the table's log; an absent table is an empty one."""
+    if _runtime not in (None, os.getpid()):
+        return _look_elsewhere(url, version)
+    try:
+        table = _delta(url, version)
+    except TableNotFoundError:
+        if version in (None, EMPTY):
+            return _Snapshot(EMPTY, "", ())
+        raise StoreNotFound(f"no store at {url.removesuffix('/manifest')}, so no snapshot {version}") from None
+    except DeltaError as error:
+        what = "the newest snapshot" if version is None else f"snapshot {version}"
+        raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: {error}") from error
+    listed = pa.table(table.get_add_actions(flatten=True))
+    names = ("path", "partition.stage", "size_bytes", "num_records", "min.item", "max.item")
+    columns = [listed[n].to_pylist() if n in listed.column_names else [None] * len(listed) for n in names]
+    return _Snapshot(table.version(), str(table.metadata().id), tuple(map(_File, *columns)))
+
+
+def _look_elsewhere(url: str, version: int | None) -> _Snapshot:
+    """`_look` for a forked process, in a new one."""
+    code = "import pickle, sys; from storage.manifest import _look_safely as look; look(*pickle.load(sys.stdin.buffer))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    request = pickle.dumps((url, version))
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=request, capture_output=True, env=environment, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"a helper process could not read the log of {url}: {done.stderr.decode()[-2000:]}")
+    answer = pickle.loads(done.stdout)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _look_safely(url: str, version: int | None) -> None:
+    """The helper's side of `_look_elsewhere`."""
+    try:
+        answer: object = _look(url, version)
+    except StoreNotFound as error:
+        answer = StoreNotFound(str(error))
+    sys.stdout.buffer.write(pickle.dumps(answer))

@@ -63,8 +63,8 @@ class Cache:
             raise StoreNotFound(f"no store at {self.url}: it has no manifest. A run with --store makes one")
         self._records: dict[str, Records] = {}
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Cache, (self.url, self.snapshot)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_records": {}}
 
     def __repr__(self) -> str:
         return f"Cache({self.url!r}, snapshot={self.snapshot}, stages={self.stages})"
@@ -151,7 +151,7 @@ class _Stage:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.manifest.folder.url, self.manifest.snapshot, self.name)
+        return _Stage, (self.manifest, self.name)  # index and mappings are made anew where it arrives
 
     @property
     def index(self) -> _Index:
@@ -213,10 +213,6 @@ class _Stage:
                 )
             self._schema = self.open(shards[-1]).schema
         return self._schema
-
-
-def _reopened(url: str, snapshot: int, name: str) -> _Stage:
-    return Cache(url, snapshot)[name]._stage
 
 
 class Records(Mapping[str, Record]):
