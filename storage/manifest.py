@@ -108,6 +108,10 @@ class _File:
     low: str | None  # no item sorts before it; None where the file was written without statistics
     high: str | None
 
+    def may_hold(self, item: str) -> bool:
+        """Whether the item can be among the rows. (Code points sort like the UTF-8 bytes that Parquet compares.)"""
+        return self.low is None or self.high is None or self.low <= item <= self.high
+
 
 @dataclass(frozen=True)
 class _Snapshot:
@@ -320,13 +324,7 @@ class Manifest:
 
     def find(self, stage: str, item: str) -> Row | None:
         """The newest row of one item, found without reading the others; None where there is none."""
-        key = item.encode()
-        files = [
-            f
-            for f in self._of_stage(stage)
-            if f.low is None or f.high is None or f.low.encode() <= key <= f.high.encode()
-        ]
-        table = self._read(files, None, item)
+        table = self._read([file for file in self._of_stage(stage) if file.may_hold(item)], None, item)
         if not table.num_rows:
             return None
         order = np.lexsort([_numbers(table[name]) for name in reversed(_ORDER)])
@@ -384,9 +382,7 @@ _runtime: int | None = None  # process in which deltalake's threads were started
 def _delta(url: str, version: int | None) -> DeltaTable:
     global _runtime
     if _runtime not in (None, os.getpid()):
-        raise RuntimeError(
-            "a forked process can't write to a store: start workers with 'spawn', or before a store is used"
-        )
+        raise RuntimeError("deltalake does not work in a forked process: start those that commit with 'spawn'")
     _runtime = os.getpid()
     return DeltaTable(url, version=version)
 
@@ -420,9 +416,8 @@ def _look_elsewhere(url: str, version: int | None) -> _Snapshot:
     code = "import pickle, sys; from storage.manifest import _look_safely as look; look(*pickle.load(sys.stdin.buffer))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     request = pickle.dumps((url, version))
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=request, capture_output=True, env=environment, check=False
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=request, capture_output=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"a helper process could not read the log of {url}: {done.stderr.decode()[-2000:]}")
     answer = pickle.loads(done.stdout)
