@@ -15,7 +15,7 @@ from pipelines.errors import JobError
 from pipelines.inputs import NOTHING, Digests, Progress, digest_inputs
 from pipelines.job_spec import JobSpec, read_job, unknown
 from pipelines.plan import Options, Plan, plan
-from pipelines.plan_view import as_json, as_table, items_table
+from pipelines.plan_view import as_table, console, items_table, to_json
 from pipelines.stage import Job
 from storage.manifest import Manifest
 
@@ -83,19 +83,14 @@ def show_plan(ready: Ready, as_json: bool = False, every: bool = False) -> None:
     if as_json:
         print(json.dumps(plan_json(ready, every), ensure_ascii=False))
         return
-    from rich.console import Console
-
-    console = Console()
-    if not sys.stdout.isatty():
-        console.width = max(console.width, 120)  # a file or a pipe has no width
     if every:
-        console.print(items_table(ready.plan))
-    console.print(as_table(ready.plan, ready.store))
+        console().print(items_table(ready.plan))
+    console().print(as_table(ready.plan, ready.store))
 
 
 def plan_json(ready: Ready, every: bool = False) -> dict[str, Any]:
     """The plan for machines; `every` adds a row for each item."""
-    return {"store": ready.store, "snapshot": ready.snapshot, **as_json(ready.plan, every)}
+    return {"store": ready.store, "snapshot": ready.snapshot, **to_json(ready.plan, every)}
 
 
 def check_runner(runner: str, address: str | None, workers: int | None) -> None:

@@ -10,9 +10,9 @@ How one item is decided, given the rows that the manifest has for it, newest fir
     no row has this fingerprint            compute   what differs from the newest row: settings, weights, input ...
     else the newest that has it is
         failed                             skip      failed before          (compute with `retry_failed`)
-        corrupt, or its shard's size is    compute   corrupt
-        in a shard that is gone            compute   missing shard
-        sound                              reuse     unchanged, or earlier run where newer rows exist
+        corrupt, or its shard's size is    compute   corrupt                (what differs, where newer rows exist)
+        in a shard that is gone            compute   missing shard          (what differs, where newer rows exist)
+        sound                              reuse     unchanged              (earlier run, where newer rows exist)
 """
 
 from __future__ import annotations
@@ -112,12 +112,11 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     alike[has] = is_text(rows["recipe"], rid)[newest[has]] & same(
         as_bytes(rows["inputs"])[newest[has]], work.inputs[has]
     )
-    judged = np.where(stands >= 0, stands, np.where(pending & alike, newest, -1))
-    stood, seen = stands >= 0, judged >= 0
+    stood, same_item = stands >= 0, fits | (pending & alike)
     failed_before = stood & at(failure, stands)
-    corrupt = seen & ~failed_before & (at(fault, judged) == CORRUPT)
-    missing = seen & ~failed_before & (at(fault, judged) == MISSING)
-    reuse = stood & ~failed_before & ~corrupt & ~missing & ~forced
+    corrupt = same_item & ~failed_before & (at(fault, newest) == CORRUPT)
+    missing = same_item & ~failed_before & (at(fault, newest) == MISSING)
+    reuse = stood & ~failed_before & (at(fault, stands) == SOUND) & ~forced
     why, texts = _differences(rows, newest, has, work, recipe, rid, manifest)
     reason = np.select(
         [work.failed, forced, ~has, failed_before, corrupt, missing, reuse & fits, reuse],

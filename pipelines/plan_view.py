@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipelines.plan import Plan, PlanLine
+from pipelines.plan import Plan, PlanLine, StagePlan
 from pipelines.progress import span
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 _STYLES = {"reuse": "green", "compute": "yellow", "maybe": "cyan", "skip": "red"}
@@ -20,11 +21,11 @@ def as_table(plan: Plan, store: str) -> Table:
 
     lines = plan.lines()
     actions = {line.action for line in lines}
+    notes = [_MEANING] if "maybe" in actions else []
+    if untrained := [stage.name for stage in plan.stages if _untrained(stage)]:
+        notes.append(f"weights without training: {', '.join(untrained)}")
     table = Table(
-        title=f"{plan.job} -> {store}",
-        title_justify="left",
-        caption=_MEANING if "maybe" in actions else None,
-        caption_justify="left",
+        title=f"{plan.job} -> {store}", title_justify="left", caption="\n".join(notes), caption_justify="left"
     )
     for name in ("stage", "action", "reason"):
         table.add_column(name, overflow="fold")
@@ -62,7 +63,7 @@ def items_table(plan: Plan) -> Table:
     return table
 
 
-def as_json(plan: Plan, every: bool = False) -> dict[str, Any]:
+def to_json(plan: Plan, every: bool = False) -> dict[str, Any]:
     """Plain JSON types; sizes in bytes, work in seconds of one worker, null where nothing is known of the past."""
     lines = plan.lines()
     stages = []
@@ -70,6 +71,7 @@ def as_json(plan: Plan, every: bool = False) -> dict[str, Any]:
         part: dict[str, Any] = {
             "stage": stage.name,
             "recipe": stage.recipe_id,
+            "untrained": _untrained(stage),
             "lines": [
                 {"action": n.action, "reason": n.reason, "items": n.items, "bytes": n.bytes, "seconds": n.seconds}
                 for n in lines
@@ -100,6 +102,19 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def _untrained(stage: StagePlan) -> bool:
+    return any(weight.startswith("untrained:") for weight in stage.recipe["weights"].values())
+
+
+def console() -> Console:
+    """Standard output; wide where it is a file or a pipe, which have no width of their own."""
+    import sys
+
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=160)
 
 
 def _escaped(text: str) -> str:

@@ -167,7 +167,9 @@ class StagePlan:
             if self._candidates["fingerprint"][at].as_py() != now:
                 continue
             if fault := self._candidates["fault"][at].as_py():
-                return Decision("compute", "missing shard" if fault == MISSING else "corrupt", now)
+                if self._candidates["newest"][at].as_py():
+                    reason = "missing shard" if fault == MISSING else "corrupt"
+                break
             row = self._row(self._candidates, at)
             commit = None if self._candidates["newest"][at].as_py() else row
             if row.status != "failed":

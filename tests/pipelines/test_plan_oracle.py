@@ -100,7 +100,7 @@ class Slow:
         if row.status == "failed":
             return ("compute" if self.options.retry_failed else "skip"), "failed before", None
         if fault := self.fault(row):
-            return "compute", fault, None
+            return "compute", fault if row is rows[0] else self.difference(rows[0], recipe, raw, joins), None
         return "reuse", "unchanged" if row is rows[0] else "earlier run", row.digest
 
     def fault(self, row: Row) -> str:
