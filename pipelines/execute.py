@@ -411,9 +411,10 @@ class _Execution:
         todo: dict[str, tuple[bytes, bytes, int]] = {}
         columns = state.plan.table
         for index in state.ready.tolist():
-            todo[columns["item"][index].as_py()] = (
-                columns["fingerprint"][index].as_py(), columns["inputs"][index].as_py(), columns["tries"][index].as_py() or 0,
-            )  # fmt: skip
+            item, fingerprint, inputs, tries = (
+                columns[n][index].as_py() for n in ("item", "fingerprint", "inputs", "tries")
+            )
+            todo[item] = (fingerprint, inputs, tries or 0)
         for index in np.flatnonzero(state.waits).tolist():
             upstream = self.states[table.of]
             there = int(state.at[table.of][index])

@@ -9,7 +9,7 @@ is split where there are GPUs: actors on CPU slots prepare items, and what they 
 to the actor on a GPU, which batches it across items and writes in a thread. The driver sees rows alone.
 
 When an actor dies, what it held and had not written is queued again. The items it worked on are suspects: each is tried
-alone, and one that was there at two deaths is recorded as WorkerDied.
+alone, and one whose actor dies twice while it is alone is recorded as WorkerDied.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import contextlib
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from extractors.errors import MissingPackage
 from pipelines.extraction import Failure, Prepared
 from pipelines.worker import Report, StageTask, StageWorker, Work, device_for, failed_row
 from storage.manifest import Row
@@ -132,7 +133,7 @@ class _Stage:
     suspects: deque[Work] = field(default_factory=deque)  # tried alone
     prepared: deque[tuple[Sequence[Work], Any]] = field(default_factory=deque)
     preparing: int = 0  # calls
-    deaths: Counter[str] = field(default_factory=Counter)  # by item
+    deaths: dict[str, int] = field(default_factory=dict)  # of suspects: actors that died while it was alone
     deaths_in_a_row: int = 0
     stopped: bool = False
 
@@ -159,7 +160,7 @@ class RayRunner:
     # ------------------------------------------------------------------------------------ the Runner
 
     def start(self, tasks: Sequence[StageTask]) -> None:
-        import ray
+        ray = _import_ray()
         from ray.util.placement_group import placement_group
 
         if not ray.is_initialized():
@@ -297,7 +298,7 @@ class RayRunner:
         lane, stage = actor.lane, actor.lane.stage
         if lane.what == "gpu":
             works, prepared = stage.prepared.popleft()
-            self._call(actor, "run", works, prepared, suspect=len(works) == 1 and stage.deaths[works[0].item] > 0)
+            self._call(actor, "run", works, prepared, suspect=works[0].item in stage.deaths)
             return
         if stage.suspects:
             works, suspect = [stage.suspects.popleft()], True
@@ -395,7 +396,8 @@ class RayRunner:
             text = f"{stage.deaths_in_a_row} workers died one after the other: {cause}"
             self._reports.append(Report(stage.task.name, stopped=Failure("WorkerDied", text)))
             return
-        stage.queue.extendleft(reversed(list(actor.unwritten.values())))
+        for work in reversed(list(actor.unwritten.values())):
+            (stage.suspects if work.item in stage.deaths else stage.queue).appendleft(work)
         self._suspect(stage, current, cause)
 
     def _again(self, actor: _Actor, call: _Call) -> None:
@@ -405,11 +407,12 @@ class RayRunner:
             if not actor.lane.stage.stopped:
                 actor.lane.stage.queue.appendleft(work)
 
-    def _suspect(self, stage: _Stage, works: Iterable[Work], cause: str) -> None:
+    def _suspect(self, stage: _Stage, works: Sequence[Work], cause: str) -> None:
         dead: list[Row] = []
+        alone = len(works) == 1
         for work in works:
-            stage.deaths[work.item] += 1
-            if stage.deaths[work.item] < 2:
+            stage.deaths[work.item] = deaths = stage.deaths.get(work.item, 0) + alone
+            if deaths < 2:
                 stage.suspects.append(work)
                 continue
             task = stage.task
@@ -439,17 +442,26 @@ def start_ray(workers: int | None = None, address: str | None = None, **init: An
         address: of a cluster, None for a Ray on this machine.
         init: further arguments of `ray.init`.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    import ray
-
-    quiet = {"log_to_driver": False, "logging_level": "error"}
+    ray = _import_ray()
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address:
         ray.init(address=address, **quiet)
         return
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
     cpus = workers or len(os.sched_getaffinity(0))
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet, **init)
+
+
+def _import_ray() -> Any:
+    """Ray without its chatter; it reads these when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # the run reports deaths itself
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackage("the Ray runner needs ray: pip install 'scenecache[ray]'") from error
+    return ray
 
 
 def _gpus(task: StageTask) -> float:
@@ -460,7 +472,7 @@ def _gpus(task: StageTask) -> float:
 
 
 def _cause(error: Exception) -> str:
-    """What Ray says about a death, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    keep = [line for line in lines if not line.startswith(("class_name", "actor_id", "namespace", "ip:", "pid:"))]
-    return " ".join(keep)[:600] or type(error).__name__
+    """What Ray says about a death, in one line without its advice."""
+    text = " ".join(str(error).split()).split("Some common causes include")[0]
+    text = text.split("Worker exit type:")[-1].strip()
+    return text[:400] or type(error).__name__

@@ -46,7 +46,7 @@ class Folder:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Extractor):
-    """Seeded numbers of an item; its text may ask for trouble: `bad`, `bug`, `shape`, `none`, `slow`, `die`, `die once:FILE`."""
+    """Seeded numbers of an item; its text may ask for trouble (`bad`, `die`, `slow:S` ...)."""
 
     name: ClassVar[str] = "numbers"
     takes: ClassVar[tuple[str, ...]] = ("text",)
