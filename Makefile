@@ -10,7 +10,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 .PHONY: demo test test-slow check bench env clean
 
 demo: env ## a small dataset, features, a changed setting, features again, a picture report
-	$(BIN)/scenecache demo $(DEMO)
+	$(BIN)/scenecache demo --out $(DEMO)
 
 test: env check ## lint, types, import rules and the quick tests (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -q -m "not slow" --durations=15
