@@ -76,4 +76,6 @@ def _read(url: Path) -> None:
     print(f"   one epoch of {len(records)} scans in {1000 * (time.perf_counter() - start):.1f} ms")
     questions = cache["sqa3d_questions"]
     first = next(iter(questions.values()))
-    print(f"   {len(questions)} questions, such as: {first['situation'].item()} {first['question'].item()} -> {first['answer'].item()}")
+    print(
+        f"   {len(questions)} questions, such as: {first['situation'].item()} {first['question'].item()} -> {first['answer'].item()}"
+    )

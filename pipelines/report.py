@@ -164,7 +164,9 @@ def _bev(
 
 def _corners(box: np.ndarray) -> np.ndarray:
     """(8, 3) corners of an axis-aligned box (centre, size), the upper face first."""
-    signs = np.array([[1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, 1], [1, 1, -1], [1, -1, -1], [-1, -1, -1], [-1, 1, -1]])
+    signs = np.array(
+        [[1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, 1], [1, 1, -1], [1, -1, -1], [-1, -1, -1], [-1, 1, -1]]
+    )
     return box[:3] + signs * box[3:6] / 2
 
 

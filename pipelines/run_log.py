@@ -6,8 +6,6 @@ import json
 import os
 from typing import Any
 
-import pyarrow as pa
-
 from pipelines.execute import Summary
 from pipelines.plan import Plan
 from storage.files import Folder
@@ -21,7 +19,7 @@ def save(url: str | os.PathLike[str], plan: Plan, summary: Summary) -> None:
         "snapshot": summary.snapshot,
         "seconds": summary.seconds,
         "exit_code": summary.exit_code,
-        "plan": [group for stage in plan.stages for group in _groups(stage.name, stage.table)],
+        "plan": [asdict(line) for line in plan.lines()],
         "stages": [vars(stage) | {"errors": dict(stage.errors)} for stage in summary.stages],
     }
     text = json.dumps(entry, indent=1, ensure_ascii=False)
@@ -38,9 +36,3 @@ def load(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
     folder = Folder(url)
     names = sorted(name for name in folder.files("runs") if name.endswith(".json"))
     return [json.loads(folder.read(name)) for name in names]
-
-
-def _groups(stage: str, table: pa.Table) -> list[dict[str, Any]]:
-    counted = table.select(["action", "reason"]).group_by(["action", "reason"]).aggregate([([], "count_all")])
-    rows = [{"stage": stage, "action": r["action"], "reason": r["reason"], "items": r["count_all"]} for r in counted.to_pylist()]
-    return sorted(rows, key=lambda row: -row["items"])
