@@ -258,7 +258,7 @@ class _Execution:
         if any(len(reader.late) > _LATE_LIMIT for reader in self.readers[state.name]):
             return
         room = self.runner.room(state.name)
-        works = []
+        works: list[Work] = []
         while state.late and len(works) < room:
             index, decision, rows = state.late.popleft()
             works.append(self._work(state, index, decision.fingerprint, decision.attempts, rows))
@@ -484,7 +484,7 @@ class _Execution:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first SIGINT or SIGTERM asks the run to end; the next one has its usual effect."""
+        """The first SIGINT or SIGTERM asks the run to end; the next one ends the process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -492,8 +492,9 @@ class _Execution:
 
         def ask(number: int, _: Any) -> None:
             self.signal = number
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for again in before:  # at once, even from within native code: nothing that is committed can be lost
+                signal.signal(again, signal.SIG_DFL)
+            self.progress.plain()
             self.progress.note("Ending: finishing and committing what is under way; once more to quit at once.")
 
         for number in before:

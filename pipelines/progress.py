@@ -46,9 +46,15 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         if self._bars:
-            self._bars.stop()
+            self.plain()
         else:
             self._lines()
+
+    def plain(self) -> None:
+        """Leave the bars as they are and go on with lines; the terminal is as it was before."""
+        if self._bars:
+            self._bars.stop()
+            self._bars = None
 
     def update(self, stage: str, made: int = 0, failed: int = 0, dropped: int = 0) -> None:
         """Count items of a stage: made, failed, or found to need no work."""
