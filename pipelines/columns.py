@@ -22,6 +22,23 @@ def find(items: pa.Array, among: pa.Array | pa.ChunkedArray) -> np.ndarray:
     return place.fill_null(-1).to_numpy().astype(np.int64) if len(among) else np.full(len(items), -1)
 
 
+def match(items: pa.Array, rows: pa.ChunkedArray) -> tuple[np.ndarray, np.ndarray]:
+    """Unique items against the item column of rows in which equal items stand together.
+
+    Returns:
+        Per item the first row that has it, per row the item it has; -1 where there is none.
+    """
+    array = rows.combine_chunks()
+    first = np.ones(len(array), bool)
+    first[1:] = pc.not_equal(array[1:], array[:-1]).to_numpy(zero_copy_only=False)
+    starts, group = np.flatnonzero(first), np.cumsum(first) - 1
+    place = find(items, array if len(starts) == len(array) else array.take(pa.array(starts)))
+    there = place >= 0
+    item_of = np.full(len(starts), -1)
+    item_of[place[there]] = np.flatnonzero(there)
+    return np.where(there, at(starts, place), -1), at(item_of, group)
+
+
 def as_bytes(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
     """Digests as (item, 16) uint8; null and empty become zeros."""
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

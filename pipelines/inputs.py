@@ -12,6 +12,7 @@ import os
 import sqlite3
 import stat
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -63,6 +64,8 @@ def digest_inputs(
         progress: called while files are read.
     """
     keys = source.keys()
+    if twice := {key for key, count in Counter(keys).items() if count > 1}:
+        raise JobError(f"source {source.name}: key {min(twice)!r} is given to several items")
     for key in keys:
         try:
             check_item(key)

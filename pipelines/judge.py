@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from pipelines.columns import DIGEST, TEXT, as_bytes, as_column, as_texts, at, find, is_text, same
+from pipelines.columns import DIGEST, TEXT, as_bytes, as_column, as_texts, at, is_text, match, same
 from pipelines.stage import Stage, Table
 from pipelines.stage_plan import (
     ACTIONS,
@@ -39,6 +39,7 @@ from pipelines.stage_plan import (
     StagePlan,
     recipe_of,
 )
+from storage.errors import StoreNotFound
 from storage.files import Folder
 from storage.fingerprint import fingerprints, recipe_id
 
@@ -84,29 +85,27 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     now = np.zeros((n, 16), np.uint8)
     now[known] = fingerprints(rid, work.parts[known])
 
-    # The newest row of every item, and the newest of its present fingerprint.
-    rows = _arrange(manifest.latest(stage.name, READ))
-    means = _means(rows, rid)
-    newest = find(work.items, rows["item"])
+    # The newest row of every item; all rows where an older one may stand again.
+    older = _used(manifest, rid)  # else no row has this recipe
+    whole = older and bool(pending.any())
+    rows = _arrange((manifest.rows if whole else manifest.latest)(stage.name, READ))
+    newest, item_of = match(work.items, rows["item"])
     has = newest >= 0
     fits = has & known
     fits[fits] = same(as_bytes(rows["fingerprint"])[newest[fits]], now[fits])
-    stands = np.where(fits, newest, -1)
-
-    # Rows of earlier runs: the fingerprint may be among them, or become one of them when an upstream has run.
-    search = has & ~fits & ~work.failed & ~forced
-    candidates = None
-    if search.any():
-        past = _past(_arrange(manifest.rows(stage.name, READ)), work, now, rid, search)
-        index = past["index"].to_numpy()
-        stands[index] = np.where(known[index], len(rows) + np.arange(len(past)), -1)
-        faults = _faults(past, sizes)
-        candidates = past.append_column("fault", pa.array(faults, pa.int8())).filter(pa.array(pending[index]))
-        rows = pa.concat_tables([rows, past.select(rows.column_names)])
-    elif pending.any():
-        candidates = _no_candidates(rows)
+    search = has & ~fits & ~work.failed & ~forced & older
+    if search.any() and not whole:
+        rows = _arrange(manifest.rows(stage.name, READ))
+        newest, item_of = match(work.items, rows["item"])
+    stands = np.where(fits, newest, -1)  # per item, the newest row of its present fingerprint
 
     fault = _faults(rows, sizes)
+    candidates = None
+    if pending.any() or search.any():
+        index, past = _past(rows, item_of, work, now, rid, search)
+        final = known[index]
+        stands[index[final]] = past[final]
+        candidates = _candidates(rows, index[~final], past[~final], newest, fault)
     failure = is_text(rows["status"], "failed")
     alike = has.copy()  # the newest row is of this recipe and these inputs: only an upstream can differ
     alike[has] = is_text(rows["recipe"], rid)[newest[has]] & same(
@@ -117,6 +116,7 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     corrupt = same_item & ~failed_before & (at(fault, newest) == CORRUPT)
     missing = same_item & ~failed_before & (at(fault, newest) == MISSING)
     reuse = stood & ~failed_before & (at(fault, stands) == SOUND) & ~forced
+    means = _means(rows, rid)
     why, texts = _differences(rows, newest, has, work, recipe, rid, manifest)
     reason = np.select(
         [work.failed, forced, ~has, failed_before, corrupt, missing, reuse & fits, reuse],
@@ -135,7 +135,7 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     visible = has.copy()
     visible[has] = is_text(rows["status"], "ok", "empty")[newest[has]]
     again = (action != ACTIONS.index("compute")) & stood & ~fits
-    stored = rows.select(list(STORED)).take(pa.array(np.maximum(stands, 0), mask=~reuse)) if len(rows) else None
+    stored = _taken(rows.select(list(STORED)), stands, reuse)
     columns = {
         "item": work.items,
         "parent": work.parents,
@@ -145,7 +145,7 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
         "inputs": as_column(work.inputs),
         "visible": visible,
         "tries": np.where(failed_before, at(rows["attempts"].to_numpy(), stands), 0).astype(np.int32),
-        **{name: stored[name] if stored else pa.nulls(n, kind) for name, kind in STORED.items()},
+        **{name: stored[name] for name in STORED},
     }
     return StagePlan(
         stage, recipe, rid, work.feeds, pa.table(columns),
@@ -156,31 +156,45 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     )  # fmt: skip
 
 
-def _past(rows: pa.Table, work: Work, now: np.ndarray, rid: str, search: np.ndarray) -> pa.Table:
+def _past(
+    rows: pa.Table, item_of: np.ndarray, work: Work, now: np.ndarray, rid: str, search: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows of any age that stand for an item now, or may once its upstream has run: one per item and fingerprint.
 
-    Two columns are added: `index` of the item, and `newest`, true where no newer row of the item exists.
+    Returns:
+        Item and row numbers, by item, the newest row of an item first.
     """
-    index = find(rows["item"], work.items)
-    newest = np.zeros(len(rows), bool)
-    newest[np.unique(index, return_index=True)[1]] = True
-    keep = np.flatnonzero((index >= 0) & search[index] & is_text(rows["recipe"], rid))
-    item = index[keep]
-    same_now = same(as_bytes(rows["fingerprint"])[keep], now[item])
-    same_inputs = same(as_bytes(rows["inputs"])[keep], work.inputs[item])
-    keep = keep[np.where(work.known[item], same_now, same_inputs)]
-    groups = pa.table({"i": index[keep], "f": rows["fingerprint"].take(pa.array(keep)), "at": keep})
-    keep = np.sort(groups.group_by(["i", "f"]).aggregate([("at", "min")])["at_min"].to_numpy())
-    keep = keep[np.argsort(index[keep], kind="stable")]
-    found = rows.take(pa.array(keep))
-    found = found.append_column("index", pa.array(index[keep], pa.int64()))
-    return found.append_column("newest", pa.array(newest[keep]))
+    at = np.flatnonzero((item_of >= 0) & search[item_of] & is_text(rows["recipe"], rid))
+    index = item_of[at]
+    same_now = same(as_bytes(rows["fingerprint"])[at], now[index])
+    same_inputs = same(as_bytes(rows["inputs"])[at], work.inputs[index])
+    fitting = np.where(work.known[index], same_now, same_inputs)
+    at, index = at[fitting], index[fitting]
+    if len(index) and np.bincount(index).max() > 1:  # several runs of one item: of one fingerprint the newest counts
+        groups = pa.table({"index": index, "fingerprint": rows["fingerprint"].take(pa.array(at)), "at": at})
+        firsts = groups.group_by(["index", "fingerprint"]).aggregate([("at", "min")])
+        at = np.sort(firsts["at_min"].to_numpy())
+        index = item_of[at]
+    order = np.argsort(index, kind="stable")
+    return index[order], at[order]
 
 
-def _no_candidates(rows: pa.Table) -> pa.Table:
-    extra = {"index": pa.int64(), "newest": pa.bool_(), "fault": pa.int8()}
-    schema = pa.schema([*rows.schema, *(pa.field(name, kind) for name, kind in extra.items())])
-    return schema.empty_table()
+def _candidates(rows: pa.Table, index: np.ndarray, at: np.ndarray, newest: np.ndarray, fault: np.ndarray) -> pa.Table:
+    """What `StagePlan.decide` chooses from."""
+    table = rows.take(pa.array(at))
+    extra = {"index": index, "newest": newest[index] == at, "fault": fault[at]}
+    for name, values in extra.items():
+        table = table.append_column(name, pa.array(values))
+    return table
+
+
+def _used(manifest: History, rid: str) -> bool:
+    """Some row may have this recipe: recipes are saved before any row that names them."""
+    try:
+        manifest.recipe(rid)
+    except StoreNotFound:
+        return False
+    return True
 
 
 def _faults(rows: pa.Table, sizes: Mapping[str, int]) -> np.ndarray:
@@ -264,6 +278,15 @@ def _again(stage: str, rid: str, rows: pa.Table, work: Work, hidden: np.ndarray)
     rows = rows.select(list(READ))
     table = pa.concat_tables([rows, _arrange(pa.table({name: failed[name] for name in READ}))]).combine_chunks()
     return table.add_column(0, "stage", pa.array([stage] * len(table), pa.string()))
+
+
+def _taken(rows: pa.Table, at: np.ndarray, valid: np.ndarray) -> pa.Table:
+    """Rows by number, null where not valid."""
+    if valid.all() and np.array_equal(at, np.arange(len(rows))):
+        return rows
+    if not valid.any():
+        return pa.table({field.name: pa.nulls(len(at), field.type) for field in rows.schema})
+    return rows.take(pa.array(np.maximum(at, 0), mask=~valid))
 
 
 def _means(rows: pa.Table, rid: str) -> tuple[float | None, float | None]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from storage.errors import StoreNotFound
 from storage.files import FileInfo
 from storage.fingerprint import recipe_id
 from storage.manifest import ROW_SCHEMA, Row
@@ -33,6 +34,8 @@ class MemoryHistory:
         return recipe_id(recipe)
 
     def recipe(self, id: str) -> dict[str, Any]:
+        if id not in self.recipes:
+            raise StoreNotFound(id)
         return self.recipes[id]
 
     def of(self, stage: str, item: str) -> list[Row]:
