@@ -1,12 +1,14 @@
 """Checkpoints: read them without running code from them, load them strictly, say what is in them.
 
-A checkpoint holds tensors by name, bare or under `state_dict` or `model_state_dict`, maybe with the prefix `module.` that
-DataParallel adds.
+A checkpoint holds tensors by name, bare or under `state_dict` or `model_state_dict`, maybe with the prefix `module.`
+that DataParallel adds.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +50,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             never done).
     """
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
-    wrapper, others = "", ()
+    wrapper = ""
+    others: tuple[str, ...] = ()
     if isinstance(content, Mapping):
         found = next((name for name in _WRAPPERS if isinstance(content.get(name), Mapping)), "")
         if found:
@@ -112,8 +115,8 @@ def load_strict(module: nn.Module, state: Mapping[str, Tensor], where: str) -> N
 def seeded_init(module: nn.Module, seed: int) -> None:
     """Fill a module for `untrained:SEED`: every tensor from the seed and its own name, whatever the order.
 
-    Weights of two dims and more are normal with the variance that keeps ReLU activations at their size (He et al. 2015);
-    normalisation scales are 1, biases 0, running statistics 0 and 1.
+    Weights of two dims and more are normal with the variance that keeps ReLU activations at their size (He et al.
+    2015); normalisation scales are 1, biases 0, running statistics 0 and 1.
     """
     import numpy as np
     import torch
@@ -188,16 +191,20 @@ def _read_torch(path: Path) -> Any:
     import torch
 
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of formats that are refused below
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # an unpickler of foreign bytes raises whatever it meets
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        if "weights_only" in str(error).lower() or "unsupported" in str(error).lower():
-            blocked = next((line.strip() for line in reason if "GLOBAL" in line or "global" in line), reason[0])
+        if blocked := re.search(r"GLOBAL (\S+)", str(error)):
             raise WeightsError(
-                f"{path}: holds Python objects, which could run code when unpickled, so it was not unpickled ({blocked}). "
-                f"Where you trust the file, save its tensors alone: torch.save(model.state_dict(), 'clean.pth')"
+                f"{path}: holds {blocked[1]}, a Python object whose unpickling could run code, so nothing was "
+                f"unpickled. Where you trust the file, save its tensors alone: torch.save(model.state_dict(), ...)"
             ) from error
-        raise WeightsError(f"{path}: no readable checkpoint ({reason[0]}); is the download complete?") from error
+        reason = (str(error).strip() or type(error).__name__).partition(". ")[0]
+        raise WeightsError(
+            f"{path}: no checkpoint that can be read without running code from it, or a damaged one ({reason}); "
+            f"expected what torch.save writes for a state_dict. Is the download complete?"
+        ) from error
 
 
 def _is_tensor(value: Any) -> bool:

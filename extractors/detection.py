@@ -48,7 +48,7 @@ def detect_mmdet3d(boxes: Boxes, points: np.ndarray) -> Detections:
 
 
 def detect_votenet(boxes: Boxes, points: np.ndarray) -> Detections:
-    """VoteNet and ScanQA (`parse_predictions`): the same, but 5 points suffice and a negative size counts by its amount.
+    """VoteNet and ScanQA (`parse_predictions`): likewise, but 5 points are enough, and sizes count by their amount.
 
     Faces of a box belong to it here in z and not in x and y, in the original all do: a matter of equal floats.
     """
@@ -80,7 +80,7 @@ def _detections(boxes: Boxes, kept: np.ndarray) -> Detections:
 
 
 def nms(low: np.ndarray, high: np.ndarray, score: np.ndarray, label: np.ndarray, iou: float = NMS_IOU) -> np.ndarray:
-    """Greedy non-maximum suppression within each label: a box goes where its IoU with a kept, better one is above `iou`.
+    """Greedy non-maximum suppression within each label: a box goes if its IoU with a better, kept one is above `iou`.
 
     Args:
         low, high: (box, 3) opposite corners, low <= high.

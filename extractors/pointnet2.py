@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 _FAR = 1e10  # the kernels' initial squared distance
 _DENSE = 4096  # below this many points, pruning costs more than it saves
 _STRIP = 256
-_CANDIDATES = 1 << 22  # pairs tested at once by ball_query: bounds its memory to about 200 MB
+_CANDIDATES = 1 << 22  # pairs that ball_query tests at once: bounds its memory to about 300 MB
+_BLOCK = 512  # points that it tests at once where it goes through all of them
+_CROWDED = 12  # it does where the cells around a centre hold more than a twelfth of them
 _ROWS = 8192  # rows of a shared MLP at once on CPU: keeps its activations in cache
 
 
@@ -42,8 +45,8 @@ def furthest_point_sample(
             Where all points are such, index 0 is repeated.
 
     Returns:
-        (batch, count) int64 indices, and how many of the first picks are known to have had no rival at the same distance.
-        Sampling that many points or fewer from the picks, in their order, gives 0, 1, 2 ... again.
+        (batch, count) int64 indices, and how many of the first picks are known to have had no rival at the same
+        distance. Sampling that many points or fewer from the picks, in their order, gives 0, 1, 2 ... again.
     """
     points = xyz.shape[1]
     order = _tie_order(points, lanes)  # in this order the first maximum is the one that wins
@@ -95,7 +98,7 @@ def _sample_dense(xyz: np.ndarray, distance: np.ndarray, count: int) -> np.ndarr
         np.multiply(difference, difference, difference)
         np.add.reduce(difference, 0, None, squared)  # (x + y) + z, in this order
         np.minimum(distance, squared, distance)
-        last = distance.argmax()
+        last = int(distance.argmax())
         if distance[last] < 0:
             last = 0
         picked[k] = last
@@ -186,7 +189,8 @@ def ball_query(xyz: Tensor, centres: Tensor, radius: float, limit: int) -> tuple
     A hit is d² < r², strictly, both in float32 (mmcv also accepts d² = 0, which is the same for radius > 0). Missing
     neighbours repeat the first hit; a centre without a hit gets index 0 throughout, as in the kernels.
 
-    Points are sorted into cells of the radius's size, so only 27 cells are tested around a centre.
+    Points are sorted into cells of the radius's size and only the 27 cells around a centre are tested, unless these
+    hold a large part of the points anyway.
 
     Args:
         xyz: (batch, point, 3) float32, finite.
@@ -199,33 +203,68 @@ def ball_query(xyz: Tensor, centres: Tensor, radius: float, limit: int) -> tuple
     """
     batch, points, _ = xyz.shape
     per_scan = centres.shape[1]
-    device = xyz.device
+    r2 = float(np.float32(radius) * np.float32(radius))
     order, starts, ends = _cells(xyz, centres, radius)
     tests = (ends - starts).sum(1)
-    flat_xyz, flat_centres = xyz.reshape(-1, 3), centres.reshape(-1, 3)
-    r2 = float(np.float32(radius) * np.float32(radius))
-    neighbours = torch.zeros(batch * per_scan, limit, dtype=torch.int64, device=device)
-    hits = torch.zeros(batch * per_scan, dtype=torch.int64, device=device)
+    if int(tests.sum()) * _CROWDED > len(tests) * points:
+        found = [_scan_in_order(*scan, r2, limit) for scan in zip(xyz, centres, strict=True)]
+        neighbours, hits = (torch.stack(parts) for parts in zip(*found, strict=True))
+    else:
+        flat = _scan_cells(xyz.reshape(-1, 3), centres.reshape(-1, 3), r2, limit, order, starts, ends)
+        neighbours, hits = flat[0].view(batch, per_scan, limit) % points, flat[1].view(batch, per_scan)
+    padding = torch.arange(limit, device=xyz.device) >= hits[..., None]
+    return torch.where(padding, neighbours[..., :1], neighbours), hits
 
-    chunk_of = tests.cumsum(0).div(_CANDIDATES, rounding_mode="floor")
+
+def _scan_in_order(xyz: Tensor, centres: Tensor, r2: float, limit: int) -> tuple[Tensor, Tensor]:
+    """Test all points by ascending index until each centre has enough: for crowds, where that is soon.
+
+    Returns:
+        (centre, limit) int64 hits, zeros behind them, and (centre,) int64 how many.
+    """
+    neighbours = torch.zeros(len(centres), limit, dtype=torch.int64, device=xyz.device)
+    hits = torch.zeros(len(centres), dtype=torch.int64, device=xyz.device)
+    unfilled = torch.arange(len(centres), device=xyz.device)
+    for begin in range(0, len(xyz), _BLOCK):
+        x, y, z = (xyz[begin : begin + _BLOCK] - centres[unfilled, None]).square_().unbind(-1)
+        hit = (x + y).add_(z) < r2
+        place = hits[unfilled, None] + hit.cumsum(1) - 1
+        row, column = (hit & (place < limit)).nonzero(as_tuple=True)
+        neighbours[unfilled[row], place[row, column]] = column + begin
+        hits[unfilled] = (place[:, -1] + 1).clamp(max=limit)
+        unfilled = unfilled[hits[unfilled] < limit]
+        if len(unfilled) == 0:
+            break
+    return neighbours, hits
+
+
+def _scan_cells(
+    xyz: Tensor, centres: Tensor, r2: float, limit: int, order: Tensor, starts: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Test the points of the cells around each centre (see `_cells`); all scans of a batch in one row of points.
+
+    Returns:
+        As `_scan_in_order`.
+    """
+    points = len(xyz)
+    neighbours = torch.zeros(len(centres), limit, dtype=torch.int64, device=xyz.device)
+    hits = torch.zeros(len(centres), dtype=torch.int64, device=xyz.device)
+    chunk_of = (ends - starts).sum(1).cumsum(0).div(_CANDIDATES, rounding_mode="floor")
     for size, begin in _runs(chunk_of):
         s, e = starts[begin : begin + size], ends[begin : begin + size]
         position, cell = _expand(s.reshape(-1), (e - s).reshape(-1))
-        candidate, row = order[position], cell // s.shape[1]
-        difference = flat_xyz.index_select(0, candidate).sub_(flat_centres.index_select(0, row + begin))
+        candidate, row = order[position], cell.div_(s.shape[1], rounding_mode="floor")
+        difference = xyz.index_select(0, candidate).sub_(centres.index_select(0, row + begin))
         x, y, z = difference.square_().unbind(1)
         hit = ((x + y).add_(z) < r2).nonzero().squeeze(1)
-        row, candidate = row[hit], candidate[hit] % points
-        by_index = (row * points + candidate).sort().values  # ascending index within each centre
-        row, candidate = by_index.div(points, rounding_mode="floor"), by_index % points
+        by_index = (row[hit] * points + candidate[hit]).sort().values  # ascending index within each centre
+        row = by_index.div(points, rounding_mode="floor")
         found = torch.bincount(row, minlength=size)
-        place = torch.arange(len(row), device=device) - (found.cumsum(0) - found)[row]
-        keep = place < limit
-        neighbours[begin + row[keep], place[keep]] = candidate[keep]
+        place = torch.arange(len(row), device=xyz.device) - (found.cumsum(0) - found)[row]
+        keep = (place < limit).nonzero().squeeze(1)
+        neighbours[begin + row[keep], place[keep]] = by_index[keep] - row[keep] * points
         hits[begin : begin + size] = found.clamp(max=limit)
-    padding = torch.arange(limit, device=device) >= hits[:, None]
-    neighbours = torch.where(padding, neighbours[:, :1], neighbours)
-    return neighbours.reshape(batch, per_scan, limit), hits.reshape(batch, per_scan)
+    return neighbours, hits
 
 
 def _cells(xyz: Tensor, centres: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,7 +273,7 @@ def _cells(xyz: Tensor, centres: Tensor, radius: float) -> tuple[Tensor, Tensor,
     Returns:
         order (batch * point,), and start and end (batch * centre, 9), all int64.
     """
-    batch, points, _ = xyz.shape
+    batch = len(xyz)
     exact = xyz.double()
     low = exact.amin((0, 1))
     extent = float((exact.amax((0, 1)) - low).max())
@@ -343,7 +382,7 @@ class SharedMLP(nn.Sequential):
 
     def __init__(self, *channels: int) -> None:
         super().__init__()
-        for i, (inputs, outputs) in enumerate(zip(channels, channels[1:], strict=False)):
+        for i, (inputs, outputs) in enumerate(pairwise(channels)):
             self.add_module(f"layer{i}", ConvBatchNorm(inputs, outputs))
 
     def folded(self) -> list[tuple[Tensor, Tensor]]:

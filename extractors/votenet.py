@@ -42,26 +42,9 @@ class Family:
     classes: tuple[str, ...]
 
 
-_CLASSES = tuple(
-    [
-        "cabinet",
-        "bed",
-        "chair",
-        "sofa",
-        "table",
-        "door",
-        "window",
-        "bookshelf",
-        "picture",
-        "counter",
-        "desk",
-        "curtain",
-        "refrigerator",
-        "shower curtain",
-        "toilet",
-        "sink",
-        "bathtub",
-    ]
+_CLASSES = (
+    *("cabinet", "bed", "chair", "sofa", "table", "door", "window", "bookshelf", "picture", "counter", "desk"),
+    *("curtain", "refrigerator", "shower curtain", "toilet", "sink", "bathtub"),
 )
 _SCANNET_MEANS = (  # scannet_means.npz of VoteNet
     (0.76966727, 0.8116021, 0.92573744),
@@ -129,7 +112,7 @@ class Points:
 class VoteNet(Extractor):
     """Propose objects in an indoor scan.
 
-    Always gives `proposals` objects; `mask` says which the network believes in. The columns are documented in the schema.
+    Always gives `proposals` objects; `mask` says which the network believes in. The schema documents the columns.
 
     Attributes:
         weights: an official checkpoint of any family (the naming is recognised), or `untrained:SEED`.
@@ -203,22 +186,22 @@ class VoteNet(Extractor):
 
     @property
     def schema(self) -> Schema:
-        metres = {"unit": "m", "frame": self.frame}
+        def metres(*dims: int, doc: str) -> Column:
+            return Column(dims, unit="m", frame=self.frame, doc=doc)
+
         return Schema(
             {
-                "feature": Column(
-                    (128,), self.feature_dtype, doc="object token: pooled votes, before the proposal head"
-                ),
-                "center": Column((3,), **metres, doc="middle of the box"),
-                "size": Column((3,), **metres, doc="of the likeliest size class; not clamped, may be negative"),
+                "feature": Column((128,), self.feature_dtype, doc="object token: the pooled vote cluster"),
+                "center": metres(3, doc="middle of the box"),
+                "size": metres(3, doc="of the likeliest size class; not clamped, may be negative"),
                 "heading": Column((), unit="rad", frame=self.frame, doc="about +z; always 0 on ScanNet"),
-                "corners": Column((8, 3), **metres, doc="upper face (+,+) (+,-) (-,-) (-,+) in x, y; then the lower"),
+                "corners": metres(8, 3, doc="upper face (+,+) (+,-) (-,-) (-,+) in x, y; then the lower"),
                 "objectness": Column((2,), doc="logits: background, object"),
                 "sem_scores": Column((CLASSES,), doc="logits of the semantic classes, in the family's order"),
                 "size_class": Column((), "uint8", doc="likeliest size class"),
                 "mask": Column((), "bool", doc="more object than background"),
                 "nms_keep": Column((), "bool", doc="kept by the family's post-processing for detection metrics"),
-                "vote": Column((3,), **metres, doc="centre of the vote cluster"),
+                "vote": metres(3, doc="centre of the vote cluster"),
                 "seed_index": Column((), "int32", doc="vertex of the scan that the proposal's central vote came from"),
                 "axis_aligned": Column((), "bool", doc="the dataset gave an axis alignment for this scan"),
             },

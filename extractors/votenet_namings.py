@@ -1,10 +1,11 @@
 """The three namings of VoteNet's parameters: recognise a checkpoint, convert between them, load it.
 
-| part      | scanqa (ScanQA, SQA3D)                                 | votenet (facebookresearch)        | mmdet3d                                     |
-| --------- | ------------------------------------------------------ | --------------------------------- | ------------------------------------------- |
-| backbone  | detection_backbone.sa1.mlp_module.layer0.bn.bn         | backbone_net.sa1...               | backbone.SA_modules.0.mlps.0.layer0.bn      |
-| voting    | voting_net.conv1, .bn1, .conv3                         | vgen.conv1, .bn1, .conv3          | bbox_head.vote_module.vote_conv.0, .conv_out |
-| proposals | proposal_net.proposal.{0,1,3,4,6}; hidden without bias | pnet.conv1, .bn1, .conv3          | bbox_head.conv_pred.shared_convs, conv_cls, conv_reg |
+scanqa (ScanQA, SQA3D)         votenet (facebookresearch)    mmdet3d
+detection_backbone.sa1 ...     backbone_net.sa1 ...          backbone.SA_modules.0.mlps.0 ...
+voting_net.conv1, .bn1         vgen.conv1, .bn1              bbox_head.vote_module.vote_conv.0.conv, .bn
+voting_net.conv3               vgen.conv3                    bbox_head.vote_module.conv_out
+proposal_net.proposal.{0,1}    pnet.conv1, .bn1              bbox_head.conv_pred.shared_convs.layer0.conv, .bn
+proposal_net.proposal.6        pnet.conv3                    bbox_head.conv_pred.conv_cls and conv_reg
 
 Conversion keeps the function exactly in inference: a bias in front of a BatchNorm moves into its running mean where the
 naming has no place for it, and is 0 where the source had none. The output layer's channels are split in mmdet3d:
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 Naming = Literal["scanqa", "votenet", "mmdet3d"]
 EXPECTED = (
-    "expected VoteNet's parameters under detection_backbone.* (ScanQA, SQA3D), backbone_net.* (facebookresearch/votenet) "
-    "or backbone.SA_modules.* (mmdet3d)"
+    "expected VoteNet's parameters under detection_backbone.* (ScanQA, SQA3D), backbone_net.* "
+    "(facebookresearch/votenet) or backbone.SA_modules.* (mmdet3d)"
 )
 
 _SIGNS: dict[Naming, str] = {
@@ -36,8 +37,8 @@ _SIGNS: dict[Naming, str] = {
 }
 
 # Modules of SQA3D's question-answering head, which a whole-model checkpoint holds beside the detector.
-_QA_HEAD = frozenset(
-    [
+_QA_HEAD = (
+    *(
         "lang_net",
         "lang_feat_linear",
         "s_feat_linear",
@@ -45,6 +46,8 @@ _QA_HEAD = frozenset(
         "object_feat_linear",
         "enc_list_s",
         "enc_list_q",
+    ),
+    *(
         "dec_list",
         "dec_list_2",
         "attflat_visual",
@@ -53,9 +56,8 @@ _QA_HEAD = frozenset(
         "attflat_lstm_q",
         "object_cls",
         "answer_cls",
-        "aux_reg",
-        "lang_cls",
-    ]
+    ),
+    *("aux_reg", "lang_cls"),
 )
 
 # Rules by pattern, for a key's beginning. facebookresearch's names are the hub: they have a place for everything.
@@ -203,8 +205,8 @@ def load(network: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
     channels = network.state_dict()[f"{_SIGNS['votenet']}mlp_module.layer0.conv.weight"].shape[1] - 3
     if fit.channels != channels:
         raise WeightsError(
-            f"{where}: takes {fit.channels} features per point besides x, y, z; the settings give {channels}. Colour is 3, "
-            f"normal 3, height 1: set family, use_color, use_normal and use_height as in training"
+            f"{where}: takes {fit.channels} features per point besides x, y, z; the settings give {channels}. "
+            f"Colour is 3, normal 3, height 1: set family, use_color, use_normal and use_height as in training"
         )
     _require(fit, where)
     load_strict(network, _to_hub({k: v for k, v in state.items() if k not in fit.ignored}, fit.naming), where)

@@ -1,7 +1,7 @@
 """VoteNet (Qi et al. 2019, sections 4 and 5) as ScanQA, SQA3D, facebookresearch and mmdet3d train it on ScanNet.
 
-One network; the official checkpoints name its parameters in three ways (`extractors.votenet_namings`). The key names here
-are those of facebookresearch/votenet.
+One network; the official checkpoints name its parameters in three ways (`extractors.votenet_namings`). The key names
+here are those of facebookresearch/votenet.
 """
 
 from __future__ import annotations
