@@ -17,40 +17,21 @@ gathered from them into one buffer, which in a loader's worker already is the sh
 from __future__ import annotations
 
 import hashlib
-import math
+import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
 
-from storage.errors import RecordMissing, SchemaError, StateMismatch
+from storage.collate import Batch, Recycled, Sample, collate_padded, collate_ragged
+from storage.errors import RecordMissing, StateMismatch
 from storage.order import Last, Order
-from storage.schema import Column, Schema
+from storage.recycle import forget
+from storage.schema import Schema
 
-try:
-    import torch
-    from torch.utils.data import DataLoader, Dataset, get_worker_info
-except ImportError as error:  # the core of storage does without torch
-    raise ImportError(f"storage.torch_data needs torch ({error}): pip install 'scenecache[heads]'") from error
-
-Batch = dict[str, Any]
-
-
-class Sample(dict[str, Any]):
-    """One item: `item`, its key, and its columns as read-only views; or one dict of columns per stage.
-
-    Attributes:
-        schema: the schema of the columns, or one per stage. Batching needs it.
-    """
-
-    __slots__ = ("schema",)
-
-    def __init__(self, content: Mapping[str, Any], schema: Schema | Mapping[str, Schema]) -> None:
-        super().__init__(content)
-        self.schema = schema
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Sample, (dict(self), self.schema)
+__all__ = ["MapDataset", "Sample", "Stream", "collate_padded", "collate_ragged"]
 
 
 class MapDataset(Dataset[Sample]):
@@ -90,40 +71,6 @@ class MapDataset(Dataset[Sample]):
         """The samples of a batch, which a DataLoader asks for in one call."""
         keys, data, schema = self.keys, self.data, self.schema
         return [Sample({"item": keys[i], **data[keys[i]]}, schema) for i in positions]
-
-
-def collate_padded(
-    samples: Sequence[Sample], max_elements: int | None = None, dtype: torch.dtype | None = None
-) -> Batch:
-    """Batch samples; the element axis is filled with zeros up to the longest record of the batch.
-
-    Args:
-        samples: what `MapDataset` gives.
-        max_elements: elements kept of each record, the first ones as stored; None keeps all.
-        dtype: torch dtype for the floating-point columns; None keeps what is stored.
-
-    Returns:
-        `item`: list of keys. With an element axis, columns of shape (batch, element, *dims) and
-        `<element>_mask`, (batch, element) bool, as in `object_mask`; without one, (batch, *dims).
-        Columns of text and lists of any length are Python lists, one entry per item, unpadded.
-        Nested by stage where samples are.
-    """
-    return _collate(samples, max_elements, dtype, padded=True)
-
-
-def collate_ragged(
-    samples: Sequence[Sample], max_elements: int | None = None, dtype: torch.dtype | None = None
-) -> Batch:
-    """Batch samples without padding: the elements of all records laid end to end.
-
-    Args:
-        samples, max_elements, dtype: as for `collate_padded`.
-
-    Returns:
-        As `collate_padded`, but columns with an element axis have shape (sum of elements, *dims), and
-        `<element>_offsets`, (batch + 1,) int64, says that item i has elements offsets[i] : offsets[i + 1].
-    """
-    return _collate(samples, max_elements, dtype, padded=False)
 
 
 class Stream(DataLoader[Batch]):
@@ -193,7 +140,10 @@ class Stream(DataLoader[Batch]):
         self._resume = 0  # items of the epoch that the next iteration skips
         self._seen = 0  # items of the epoch that all ranks together have been handed
         self._identity = ""
-        super().__init__(dataset, batch_sampler=self.order, collate_fn=collate, **loader)
+        self._iterations = 0  # under way
+        self._name = uuid.uuid4().hex
+        weakref.finalize(self, forget, self._name)
+        super().__init__(dataset, batch_sampler=self.order, collate_fn=Recycled(collate, self._name), **loader)
 
     @property
     def epoch(self) -> int:
@@ -209,9 +159,18 @@ class Stream(DataLoader[Batch]):
         order.start = self._seen = self._resume
         self._resume = 0
         epoch = order.epoch
-        for batch in super().__iter__():
-            self._seen = min(self._seen + order.step, order.n)
-            yield batch
+        batches = super().__iter__()
+        self._iterations += 1
+        try:
+            for batch in batches:
+                self._seen = min(self._seen + order.step, order.n)
+                yield batch
+                del batch  # or this frame would hold it, and its memory, until the next one is there
+        finally:
+            del batches  # ends the workers, unless they are persistent
+            self._iterations -= 1
+            if not self._iterations and not self.persistent_workers:
+                forget(self._name)
         if order.epoch == epoch:
             order.epoch, self._seen = epoch + 1, 0
 
@@ -229,7 +188,7 @@ class Stream(DataLoader[Batch]):
             if state.get(name) != value:
                 raise StateMismatch(
                     f"the saved position has {name}={state.get(name)!r}, this stream {value!r}: a position means "
-                    "the same only over the same items in the same order; use the snapshot and settings it was saved with"
+                    "the same only over the same items in the same order; use the snapshot and settings of then"
                 )
         self.order.epoch = state["epoch"]
         self._resume = self._seen = state["items"]
@@ -248,115 +207,3 @@ def _distributed() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def _collate(samples: Sequence[Sample], max_elements: int | None, dtype: torch.dtype | None, padded: bool) -> Batch:
-    batch: Batch = {"item": [sample["item"] for sample in samples]}
-    schema = samples[0].schema
-    if isinstance(schema, Schema):
-        return batch | _columns(samples, schema, max_elements, dtype, padded)
-    for stage, of_stage in schema.items():
-        records = [sample[stage] for sample in samples]
-        batch[stage] = _columns(records, of_stage, max_elements, dtype, padded)
-        batch[stage]["present"] = torch.tensor([record is not None for record in records])
-    return batch
-
-
-def _columns(
-    records: Sequence[Mapping[str, Any] | None],
-    schema: Schema,
-    max_elements: int | None,
-    dtype: torch.dtype | None,
-    padded: bool,
-) -> Batch:
-    """The columns of one stage; an absent record counts as one without elements, or as zeros."""
-    batch: Batch = {}
-    counts: list[int] | None = None
-    if schema.element:
-        name = next(iter(schema.columns))
-        counts = [0 if record is None else len(record[name]) for record in records]
-        if max_elements is not None:
-            counts = [min(count, max_elements) for count in counts]
-    for name, column in schema.columns.items():
-        arrays = [None if record is None else record[name] for record in records]
-        if column.numpy.hasobject:
-            batch[name] = _python(arrays, counts)
-        elif counts is None:
-            batch[name] = _stack(arrays, column, dtype)
-        elif padded:
-            batch[name] = _pad(arrays, counts, column, dtype)
-        else:
-            batch[name] = _lay_end_to_end(arrays, counts, column, dtype)
-    if counts is not None:
-        extra = f"{schema.element}_mask" if padded else f"{schema.element}_offsets"
-        if extra in batch:
-            raise SchemaError(f"column '{extra}' has the name that batches give their own: leave it out with select()")
-        if padded:
-            batch[extra] = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
-        else:
-            batch[extra] = torch.tensor([0, *counts]).cumsum(0)
-    return batch
-
-
-Arrays = Sequence[np.ndarray | None]
-
-
-def _pad(arrays: Arrays, counts: list[int], column: Column, dtype: torch.dtype | None) -> torch.Tensor:
-    def fill(out: np.ndarray) -> None:
-        for row, array, count in zip(out, arrays, counts, strict=True):
-            if array is not None:
-                row[:count] = array[:count]
-            row[count:] = 0
-
-    return _filled((len(arrays), max(counts), *_sizes(column)), column, dtype, fill)
-
-
-def _lay_end_to_end(arrays: Arrays, counts: list[int], column: Column, dtype: torch.dtype | None) -> torch.Tensor:
-    def fill(out: np.ndarray) -> None:
-        if parts := [array[:count] for array, count in zip(arrays, counts, strict=True) if array is not None]:
-            np.concatenate(parts, out=out)
-
-    return _filled((sum(counts), *_sizes(column)), column, dtype, fill)
-
-
-def _stack(arrays: Arrays, column: Column, dtype: torch.dtype | None) -> torch.Tensor:
-    def fill(out: np.ndarray) -> None:
-        for i, array in enumerate(arrays):
-            out[i] = 0 if array is None else array
-
-    return _filled((len(arrays), *_sizes(column)), column, dtype, fill)
-
-
-def _python(arrays: Arrays, counts: list[int] | None) -> list[Any]:
-    """Text and lists: a list per item of its elements, or the item's value where there is no element axis."""
-    if counts is None:
-        return [None if array is None else array.tolist() for array in arrays]
-    return [[] if array is None else array[:count].tolist() for array, count in zip(arrays, counts, strict=True)]
-
-
-def _filled(
-    shape: tuple[int, ...], column: Column, dtype: torch.dtype | None, fill: Callable[[np.ndarray], None]
-) -> torch.Tensor:
-    """A tensor whose stored values `fill` writes, cast to `dtype` where they are floats."""
-    stored = torch.from_numpy(np.empty(0, column.numpy)).dtype
-    wanted = dtype if dtype is not None and stored.is_floating_point else stored
-    out = _buffer(shape, wanted)
-    if wanted == stored:
-        fill(out.numpy())
-        return out
-    native = torch.empty(shape, dtype=stored)
-    fill(native.numpy())
-    return out.copy_(native)
-
-
-def _buffer(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory; in a loader's worker it is shared, or the queue to the trainer would copy it once more."""
-    size = math.prod(shape) * dtype.itemsize
-    if get_worker_info() is None or size == 0:
-        return torch.empty(shape, dtype=dtype)
-    shared = torch.UntypedStorage._new_shared(size, device="cpu")
-    return torch.empty(0, dtype=dtype).set_(shared, 0, shape)
-
-
-def _sizes(column: Column) -> tuple[int, ...]:
-    return tuple(size for size in column.dims if size is not None)
