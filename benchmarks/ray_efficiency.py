@@ -3,8 +3,8 @@
 Items that each burn 50 ms of CPU time go through `execute` and the Ray runner, from the plan to the last commit,
 after `ray.init`. `ours_vs_ideal` = (sum of the items' CPU seconds / cores) / wall seconds.
 
-A machine that others use at the same time lengthens the wall: `machine_share` says what part of the cores this benchmark
-could have had, by the same loop in plain processes, before and after; it is reported, not divided out.
+A machine that others use at the same time lengthens the wall: `machine_share` says what part of the cores this
+benchmark could have had, by the same loop in plain processes, before and after; it is reported, not divided out.
 """
 
 from __future__ import annotations

@@ -16,10 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import subprocess
+import sys
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from extractors.errors import MissingPackage
@@ -449,7 +453,29 @@ def start_ray(workers: int | None = None, address: str | None = None, **init: An
         return
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
     cpus = workers or len(os.sched_getaffinity(0))
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet, **init)
+    with _guarded():
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet, **init)
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Mark the processes started within, so that a guard ends them should this process be killed."""
+    if sys.platform != "linux":
+        yield
+        return
+    mark = f"SCENECACHE_RAY={os.getpid()}-{secrets.token_hex(8)}"
+    # the guard's stdin is never closed here: it ends with this process
+    command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("ray_guard.py")), mark]
+    _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    name, value = mark.split("=")
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+_guards: list[subprocess.Popen[bytes]] = []
 
 
 def _import_ray() -> Any:

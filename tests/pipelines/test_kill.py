@@ -64,7 +64,7 @@ def drive(root, ray_temp):
 
 
 def processes(text: str) -> list[int]:
-    """Running processes with a text in their command line or environment."""
+    """Ids of running processes with a text in their command line or environment."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
@@ -78,6 +78,13 @@ def processes(text: str) -> list[int]:
             except OSError:
                 continue
     return found
+
+
+def wait_until_gone(ray_temp: Path) -> None:
+    until = time.monotonic() + 30
+    while (left := processes(str(ray_temp))) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left, "Ray processes outlive their driver"
 
 
 def check_visible(root: Path) -> dict[str, int]:
@@ -133,10 +140,7 @@ def kill_driver_at(drive, root: Path, kind: str, seconds: float | None, ray_temp
     process.kill()
     process.wait()
     if kind == "ray":
-        until = time.monotonic() + 30
-        while (left := processes(str(ray_temp))) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not left, "Ray processes outlive their driver"
+        wait_until_gone(ray_temp)
     finish(drive, root, kind, check_visible(root))
 
 
@@ -245,7 +249,7 @@ def test_interrupted_run_on_ray_commits_what_is_finished(drive, root, ray_temp):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode in (0, 130)
-    assert not processes(str(ray_temp))
+    wait_until_gone(ray_temp)
     finish(drive, root, "local", check_visible(root))
 
 
