@@ -75,7 +75,5 @@ def _read(url: Path) -> None:
         print(f"   votenet batch: feature {tuple(batch['feature'].shape)}, items {batch['item']}")
     print(f"   one epoch of {len(records)} scans in {1000 * (time.perf_counter() - start):.1f} ms")
     questions = cache["sqa3d_questions"]
-    first = next(iter(questions.values()))
-    print(
-        f"   {len(questions)} questions, such as: {first['situation'].item()} {first['question'].item()} -> {first['answer'].item()}"
-    )
+    first = {name: array.item() for name, array in next(iter(questions.values())).items() if array.ndim == 0}
+    print(f"   {len(questions)} questions, such as: {first['situation']} {first['question']} {first['answer']}")

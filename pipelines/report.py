@@ -1,4 +1,4 @@
-"""A self-contained HTML page about a store of scans: pictures, counts, timings, plans. All of it comes from the store."""
+"""A self-contained HTML page about a store of scans: pictures, counts, timings, plans, all from the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 import storage
 from extractors.bev_camera import BevCamera
-from extractors.geometry import transform
+from extractors.geometry import box_corners, transform
 from pipelines import run_log
 from storage.errors import RecordMissing
 from storage.reader import Cache
@@ -93,7 +93,7 @@ def _record(cache: Cache, stage: str, key: str) -> Record | None:
 def _scene(cache: Cache, key: str) -> dict[str, Any]:
     votes, objects = _record(cache, "votenet", key), _record(cache, "scan_objects", key)
     video, questions = _record(cache, "video", key), _questions(cache, key)
-    counts = {}
+    counts: dict[str, str | int] = {}
     if votes is not None:
         counts["proposals"] = f"{len(votes['mask'])}, {int(votes['mask'].sum())} of them called an object"
     if objects is not None:
@@ -147,7 +147,7 @@ def _bev(
 
     if objects is not None:
         for box in objects["box_aligned"]:
-            outline(_corners(box), "#1a9850", 4)
+            outline(box_corners(box), "#1a9850", 4)
     if votes is not None:
         order = np.argsort(votes["objectness"][:, 0] - votes["objectness"][:, 1], kind="stable")
         for corners in votes["corners"][order[:_BOXES]]:
@@ -160,14 +160,6 @@ def _bev(
             draw.line([x, y, u, v], "#2166ac", 9)
             draw.ellipse([x - 16, y - 16, x + 16, y + 16], "#2166ac")
     return _jpeg(image.resize((960, 960 * image.height // image.width)))
-
-
-def _corners(box: np.ndarray) -> np.ndarray:
-    """(8, 3) corners of an axis-aligned box (centre, size), the upper face first."""
-    signs = np.array(
-        [[1, 1, 1], [1, -1, 1], [-1, -1, 1], [-1, 1, 1], [1, 1, -1], [1, -1, -1], [-1, -1, -1], [-1, 1, -1]]
-    )
-    return box[:3] + signs * box[3:6] / 2
 
 
 def _contact_sheet(video: Mapping[str, np.ndarray]) -> str:
