@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from extractors.base import Extractor
-from extractors.bev_camera import BevCamera, centre_and_radius
+from extractors.bev_camera import CLIP_END, CLIP_START, BevCamera, centre_and_radius
 from extractors.child import Child
 from extractors.errors import ChildDied, EmptyInput, InvalidValues, MissingPackage, NoColors, NoFaces
 from extractors.geometry import transform
@@ -40,14 +40,13 @@ class BevRender(Extractor):
             is enough), `cycles` needs nothing. `auto` is settled when this object is made, by trying GL in a
             child process; from then on the field says what was found, and so does the recipe: a store never
             mixes two engines under one recipe, and a worker without GL fails instead of falling back.
-        samples: Cycles samples per pixel; 0 is settled as `OFFICIAL_SAMPLES` for `official` and 1 for `flat`.
+        samples: Cycles samples per pixel of `official`; 0 is settled as `OFFICIAL_SAMPLES`. `flat` has no noise: 1.
         seed: Cycles' seed; SQA3D's file has 0.
         radius: `code` or `sphere`, see `bev_camera.centre_and_radius`. The camera is 7 radii above the centre.
         frame: frame in which the scan is seen; SQA3D uses the raw `scan`.
         width, height: size of the PNG in pixels.
         lens_mm, sensor_mm: the camera's lens, and its sensor's longer side.
-        input_size, antialias: size of `image224`, and whether it is smoothed when it is made smaller. SQA3D's
-            torchvision did not smooth.
+        antialias: whether `image224` is smoothed when it is made smaller. SQA3D's torchvision did not smooth.
         blender: series of Blender that must be installed. Another one makes other pictures, by more than its noise.
     """
 
@@ -61,7 +60,6 @@ class BevRender(Extractor):
     height: int = 1080
     lens_mm: float = 45.0
     sensor_mm: float = 36.0
-    input_size: int = 224
     antialias: bool = False
     blender: str = "4.5"
 
@@ -76,24 +74,23 @@ class BevRender(Extractor):
     def __post_init__(self) -> None:
         if self.look == "official" and self.engine == "workbench":
             raise ValueError("engine 'workbench' has no lights: look 'official' needs engine 'cycles' (or 'auto')")
-        for name in ("width", "height", "input_size", "lens_mm", "sensor_mm"):
+        for name in ("width", "height", "lens_mm", "sensor_mm"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be positive")
-        if self.samples < 0:
-            raise ValueError(f"samples is {self.samples}, must be 1 or more, or 0 for the default of the look")
         official = self.look == "official"
+        if self.samples < 0 or (self.samples > 1 and not official):
+            raise ValueError(f"samples is {self.samples}: give 1 or more with look 'official', or leave it out")
         if self.engine == "auto":
             object.__setattr__(self, "engine", "cycles" if official or not gl_works(self.blender) else "workbench")
-        if self.engine == "workbench" or not self.samples:
+        if self.samples == 0:
             object.__setattr__(self, "samples", self.OFFICIAL_SAMPLES if official else 1)
 
     @property
     def schema(self) -> Schema:
-        size = self.input_size
         return Schema(
             {
                 "image": Column((), "bytes", doc=f"PNG, {self.width} x {self.height}, 8 bit, opaque"),
-                "image224": Column((size, size, 3), "uint8", doc="RGB, the whole image squeezed to a square"),
+                "image224": Column((224, 224, 3), "uint8", doc="RGB, the whole image squeezed to a square"),
                 "radius": Column((), "float64", "m", doc=f"rule '{self.radius}'"),
                 "centre": Column((3,), "float64", "m", self.frame, doc="middle of the bounding box"),
                 "camera": Column((3,), "float64", "m", self.frame, doc="location of the camera, minus centre"),
@@ -113,7 +110,8 @@ class BevRender(Extractor):
         Raises:
             EmptyInput: no vertices.
             NoColors, NoFaces: the mesh has none of them, or no face is left.
-            InvalidValues: no vertex is finite, a face names a vertex that is not there, or all vertices are one point.
+            InvalidValues: no vertex is finite, a face names a vertex that is not there, or the mesh is so small or so
+                large (other units than metres) that the camera would see nothing of it.
         """
         if len(scan.xyz) == 0:
             raise EmptyInput(f"{key}: the mesh has no vertices; is the file complete?")
@@ -138,11 +136,14 @@ class BevRender(Extractor):
             raise NoFaces(f"{key}: no face is left without the {np.sum(~finite)} vertices that are not finite")
 
         centre, radius = centre_and_radius(xyz, self.radius)
-        if radius == 0:
-            raise InvalidValues(f"{key}: all {len(xyz)} vertices are at one point")
         camera = BevCamera(centre, radius, self.width, self.height, self.lens_mm, self.sensor_mm)
+        heights = xyz[:, 2] - centre[2]
+        if 7 * radius - heights.max() < CLIP_START or 7 * radius - heights.min() > CLIP_END:
+            raise InvalidValues(
+                f"{key}: radius {radius:.3g} m puts the mesh outside of what the camera sees, {CLIP_START} to "
+                f"{CLIP_END:g} m; are its coordinates metres?"
+            )
         return {
-            "key": key,
             "camera": camera,
             "xyz": np.ascontiguousarray(xyz - centre, np.float32),
             "rgb": np.ascontiguousarray(rgb, np.uint8),
@@ -183,20 +184,15 @@ class BevRender(Extractor):
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)),
             "blender": self.blender,
         }
-        try:
-            reply = blender.call(request)
-        except ChildDied as error:
-            error.add_note(f"{prepared['key']}: {len(prepared['xyz'])} vertices, {len(prepared['faces'])} faces")
-            raise
+        reply = blender.call(request)
         settings |= {
             "blender": reply["blender"],
             "radius": self.radius,
             "frame": self.frame,
             "view_transform": "Standard",
-            "input_size": self.input_size,
             "antialias": self.antialias,
         }
-        small = input_image(reply["png"], self.input_size, self.antialias)
+        small = input_image(reply["png"], self.antialias)
         return {
             "image": np.array(reply["png"], object),
             "image224": np.rint(small * 255).astype(np.uint8),
@@ -216,18 +212,17 @@ def in_frame(scan: Scan, frame: Literal["scan", "aligned"]) -> np.ndarray:
     return transform(xyz, scan.axis_align if frame == "aligned" else np.linalg.inv(scan.axis_align))
 
 
-def input_image(png: bytes, size: int = 224, antialias: bool = False) -> np.ndarray:
+def input_image(png: bytes, antialias: bool = False) -> np.ndarray:
     """The image as SQA3D's MCAN takes it, before the ImageNet normalisation.
 
     RGB / 255, then a bilinear resize of the tensor (torchvision below 0.17: without antialias), aspect ratio not kept.
 
     Args:
         png: the column `image`.
-        size: edge of the result in pixels.
         antialias: smooth first, as torchvision does since 0.17.
 
     Returns:
-        (size, size, 3) float32, 0 to 1.
+        (224, 224, 3) float32, 0 to 1. `image224` is this in steps of 1/255.
     """
     import torch
     from PIL import Image
@@ -235,7 +230,7 @@ def input_image(png: bytes, size: int = 224, antialias: bool = False) -> np.ndar
     rgb = torch.from_numpy(np.array(Image.open(io.BytesIO(png)).convert("RGB")))
     tensor = rgb.permute(2, 0, 1)[None].float() / 255
     small = torch.nn.functional.interpolate(
-        tensor, (size, size), mode="bilinear", align_corners=False, antialias=antialias
+        tensor, (224, 224), mode="bilinear", align_corners=False, antialias=antialias
     )
     return np.ascontiguousarray(small[0].permute(1, 2, 0).numpy())
 
