@@ -269,6 +269,12 @@ class Records(Mapping[str, Record]):
         """Digest of a record's content."""
         return self._stage.readable(key).digest
 
+    def shards(self, keys: Sequence[str]) -> np.ndarray:
+        """(key,) number of the shard that holds each record, -1 for a key without one: what is near what on disk."""
+        index = self._stage.index
+        positions = (index.position.get(key, -1) for key in keys)
+        return np.array([-1 if position < 0 else index.shard[position] for position in positions], np.int64)
+
     def __getitem__(self, key: str) -> Record:
         index = self._stage._index
         if index is None:
@@ -350,6 +356,10 @@ class Join(Mapping[str, dict[str, Record | None]]):
     def records(self) -> tuple[Records, ...]:
         """What is joined, in order."""
         return self._records
+
+    def shards(self, keys: Sequence[str]) -> np.ndarray:
+        """(key,) number of the shard that holds the first stage's record, -1 where it has none."""
+        return self._records[0].shards(keys)
 
     def __getitem__(self, key: str) -> dict[str, Record | None]:
         if key not in self._keys:

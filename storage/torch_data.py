@@ -7,8 +7,8 @@
         batch["object_mask"]      (64, objects) bool: true where there is an object
 
 Wherever `data` is asked for, any mapping from key to record with a `schema` will do (`Records`), and any
-mapping from key to {stage: record or None} with `schemas` (`Join`, `Lookup`); those give nested batches,
-{"item": keys, "votenet": {...}, "bev_grid": {...}}, where each stage also has `present`, (batch,) bool.
+mapping from key to {stage: record or None} whose `records` have `stage` and `schema` (`Join`, `Lookup`); those give
+nested batches, {"item": keys, "votenet": {...}, "bev_grid": {...}}, where each stage also has `present`, (batch,) bool.
 
 Nothing is copied before the batch: samples are views of the mapped shards, and each column of a batch is
 gathered from them into one buffer, which in a loader's worker already is the shared memory that travels.
@@ -57,8 +57,10 @@ class MapDataset(Dataset[Sample]):
         self.keys = sorted(data) if keys is None else list(keys)
         if keys is not None and (missing := [key for key in self.keys if key not in data]):
             raise RecordMissing(f"{len(missing)} of {len(self.keys)} keys have no record, the first is {missing[0]!r}")
-        schema = getattr(data, "schemas", None)
-        self.schema: Schema | Mapping[str, Schema] = data.schema if schema is None else schema  # type: ignore[attr-defined]
+        joined = getattr(data, "records", None)  # Join and Lookup
+        self.schema: Schema | Mapping[str, Schema] = (
+            data.schema if joined is None else {records.stage: records.schema for records in joined}  # type: ignore[attr-defined]
+        )
 
     def __len__(self) -> int:
         return len(self.keys)
