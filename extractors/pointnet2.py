@@ -9,8 +9,6 @@ Inference only: BatchNorm always uses its running statistics and is folded into 
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +17,10 @@ from torch import Tensor, nn
 
 _FAR = 1e10  # the kernels' initial squared distance
 _DENSE = 4096  # below this many points, pruning costs more than it saves
-_STRIP = 256
+_CELL = 128  # points per cell of the pruned sampling
+_NEARLY = 0.9  # of the largest distance: what a candidate has; only speed depends on it
+_FEW = 256  # candidates up to which their mutual distances are computed at once
+_SPREAD = np.array([sum((i >> bit & 1) << 3 * bit for bit in range(5)) for i in range(32)], np.uint16)
 _CANDIDATES = 1 << 22  # pairs that ball_query tests at once: bounds its memory to about 300 MB
 _BLOCK = 512  # points that it tests at once where it goes through all of them
 _CROWDED = 12  # it does where the cells around a centre hold more than a twelfth of them
@@ -106,60 +107,89 @@ def _sample_dense(xyz: np.ndarray, distance: np.ndarray, count: int) -> np.ndarr
 
 
 def _sample_pruned(xyz: np.ndarray, distance: np.ndarray, count: int) -> tuple[np.ndarray, int]:
-    """The same picks, faster: a pick at x changes no point whose x differs by more than the largest distance left.
+    """The same picks, faster, in rounds.
 
-    Points are sorted along the longest axis and cut into strips; each pick updates the strips in reach, in place, and
-    the maximum of each strip. Within a strip the points keep the tie order, between strips ties are looked up.
+    As distances only shrink, the next pick is among the points whose distance is near the largest, as long as one of
+    these keeps it above the threshold. So a round picks among these candidates alone, and then brings the other points
+    up to date, those near a pick: points lie in compact cells, and a cell is passed over where the distance from the
+    pick to its bounding box, rounded as any distance, is not below the largest distance in it.
+
+    Returns:
+        (count,) indices into xyz, and how many of the first picks had no rival.
     """
-    axis = int(np.argmax(np.ptp(xyz, axis=0)))
-    order = np.argsort(xyz[:, axis], kind="stable")
-    strips = -(-len(xyz) // _STRIP)
-    order = np.append(order, np.full(strips * _STRIP - len(xyz), order[-1]))  # padding: copies never picked
-    live = np.arange(len(order)) < len(xyz)
-    by_tie = np.argsort(np.where(live, order, len(xyz)).reshape(strips, _STRIP), axis=1, kind="stable")
-    by_tie = (by_tie + np.arange(strips)[:, None] * _STRIP).ravel()
-    order, live = order[by_tie], live[by_tie]
+    points, order, live = _compact_cells(xyz)
+    low, high = points.min(2), points.max(2)
+    by_cell = np.where(live, distance[order], np.float32(-1)).reshape(points.shape[1:])
+    flat = by_cell.reshape(-1)
+    picked, sole = np.zeros(count, np.int64), count
+    begin, k = 0, 1
+    while k < count:
+        picks, begin = xyz[picked[begin:k]].T, k
+        _update_cells(points, low, high, by_cell, picks)
+        largest = flat.max()
+        if largest <= 0:  # every point left is a copy of a pick, or none can be picked at all
+            picked[k:] = order[flat == 0].min() if largest == 0 else 0
+            return picked, min(sole, k)
+        threshold = largest * np.float32(_NEARLY)
+        place = np.flatnonzero(flat > threshold)
+        place = place[order[place].argsort()]  # in tie order
+        candidate, left = order[place], flat[place]
+        rows = np.ascontiguousarray(xyz[candidate].T)
+        between = _squared(rows[:, :, None] - rows[:, None]) if len(candidate) <= _FEW else None
+        while k < count:
+            i = left.argmax()
+            if left[i] <= threshold:
+                break
+            if len((left == left[i]).nonzero()[0]) > 1:
+                sole = min(sole, k)
+            picked[k] = candidate[i]
+            k += 1
+            np.minimum(left, between[i] if between is not None else _squared(rows - rows[:, i, None]), left)
+        flat[place] = left
+    return picked, sole
 
-    points = np.ascontiguousarray(xyz[order].T)
-    columns = np.ascontiguousarray(xyz[order])[:, :, None]
-    distance = np.where(live, distance[order], np.float32(-1))
-    by_strip = distance.reshape(strips, _STRIP)
-    furthest = by_strip.max(1)
-    along = points[axis].tolist()
-    lows = points[axis].reshape(strips, _STRIP).min(1).tolist()
-    highs = points[axis].reshape(strips, _STRIP).max(1).tolist()
-    scratch = np.empty_like(points)
 
-    first = int(np.flatnonzero((order == 0) & live)[0])
-    picked = np.full(count, first, np.int64)
-    last, largest, sole = first, float(furthest.max()), count
-    for k in range(1, count):
-        if largest < 0:
-            return order[picked], min(sole, k)  # nothing can be picked: index 0 for the rest
-        x = along[last]
-        reach = math.sqrt(largest) * 1.0001 + abs(x) * 1e-6  # rounding can't reach further
-        a, b = bisect_left(highs, x - reach), bisect_right(lows, x + reach)
-        span = slice(a * _STRIP, b * _STRIP)
-        difference, nearest = scratch[:, span], distance[span]
-        np.subtract(points[:, span], columns[last], difference)
-        np.multiply(difference, difference, difference)
-        squared = difference[0]
-        np.add(squared, difference[1], squared)
-        np.add(squared, difference[2], squared)
-        np.minimum(nearest, squared, nearest)
-        np.maximum.reduce(by_strip[a:b], 1, None, furthest[a:b])
-        strip = furthest.argmax()
-        top = furthest[strip]
-        within = (by_strip[strip] == top).nonzero()[0]
-        last = int(strip) * _STRIP + int(within[0])
-        if len(within) > 1 or np.count_nonzero(furthest == top) > 1:
-            sole = min(sole, k)
-            tied = np.flatnonzero(distance == top)
-            last = int(tied[order[tied].argmin()])
-        largest = float(top)
-        if largest >= 0:
-            picked[k] = last
-    return order[picked], sole
+def _compact_cells(xyz: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut the points, sorted along a Morton curve, into runs of equal length.
+
+    Returns:
+        Coordinates (3, cell, point), index of each in xyz (cell * point,), and False where it only fills up (same).
+    """
+    low, extent = xyz.min(0), max(float(np.ptp(xyz, axis=0).max()), 1e-6)
+    x, y, z = ((xyz - low) * np.float32(31.99 / extent)).astype(np.uint8).T
+    order = np.argsort(_SPREAD[x] | _SPREAD[y] << 1 | _SPREAD[z] << 2, kind="stable")
+    cells = -(-len(xyz) // _CELL)
+    order = np.append(order, np.full(cells * _CELL - len(xyz), order[-1]))
+    points = np.ascontiguousarray(xyz[order].T).reshape(3, cells, _CELL)
+    return points, order, np.arange(len(order)) < len(xyz)
+
+
+def _update_cells(
+    points: np.ndarray, low: np.ndarray, high: np.ndarray, by_cell: np.ndarray, picks: np.ndarray
+) -> None:
+    """Lower the distances (cell, point) of all points to those from the picks (3, pick), in place."""
+    gap = np.maximum(low[:, :, None] - picks[:, None], picks[:, None] - high[:, :, None])
+    cell, pick = np.nonzero(_squared(np.maximum(gap, 0, gap)) < by_cell.max(1)[:, None])
+    if len(cell) == 0:
+        return
+    squared = _squared(points.take(cell, 1) - picks.take(pick, 1)[:, :, None])  # (pair, point)
+    first = np.flatnonzero(np.diff(cell, prepend=-1))  # pairs come by cell
+    pairs = np.diff(first, append=len(cell))
+    nearest = squared[first]
+    for j in range(1, pairs.max()):
+        more = np.flatnonzero(pairs > j)
+        nearest[more] = np.minimum(nearest[more], squared[first[more] + j])
+    touched = cell[first]
+    by_cell[touched] = np.minimum(by_cell[touched], nearest)
+
+
+def _squared(difference: np.ndarray) -> np.ndarray:
+    """(x² + y²) + z² over the first axis, in float32 and in this order; overwrites its argument."""
+    np.multiply(difference, difference, difference)
+    squared: np.ndarray = difference[0]
+    squared += difference[1]
+    squared += difference[2]
+    return squared
 
 
 def _sample_dense_torch(xyz: Tensor, count: int, skip_origin: bool) -> tuple[Tensor, int]:

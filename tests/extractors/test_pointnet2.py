@@ -50,11 +50,16 @@ def dense(xyz: np.ndarray, count: int, lanes: int, skip_origin: bool) -> np.ndar
     return furthest_point_sample(torch.from_numpy(xyz)[None], count, lanes=lanes, skip_origin=skip_origin)[0][0].numpy()
 
 
-def pruned(xyz: np.ndarray, count: int, lanes: int, skip_origin: bool) -> np.ndarray:
+def pruned(xyz: np.ndarray, count: int, lanes: int, skip_origin: bool, few: int = 256) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pointnet2, "_DENSE", 0)
-        patch.setattr(pointnet2, "_STRIP", 16)
+        patch.setattr(pointnet2, "_CELL", 16)
+        patch.setattr(pointnet2, "_FEW", few)
         return dense(xyz, count, lanes, skip_origin)
+
+
+def pruned_with_many_candidates(xyz: np.ndarray, count: int, lanes: int, skip_origin: bool) -> np.ndarray:
+    return pruned(xyz, count, lanes, skip_origin, few=0)
 
 
 def accelerator(xyz: np.ndarray, count: int, lanes: int, skip_origin: bool) -> np.ndarray:
@@ -89,7 +94,7 @@ def test_sampling_picks_what_the_kernel_picks(cloud: str, lanes: int, skip_origi
     xyz, count = clouds()[cloud]
     xyz = xyz.astype(np.float32)
     expected = kernel_fps(xyz, count, lanes, skip_origin).tolist()
-    for way in (dense, pruned, accelerator):
+    for way in (dense, pruned, pruned_with_many_candidates, accelerator):
         assert way(xyz, count, lanes, skip_origin).tolist() == expected, way.__name__
 
 
