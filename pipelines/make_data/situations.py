@@ -131,19 +131,16 @@ def _questions(rng: np.random.Generator, room: Room, here: Situation) -> Iterato
             if any(t.label == label for t in unclear):
                 continue
             count = sum(t.label == label for t in near)
-            yield Question(
-                here,
-                f"Is there a {label} {where}?" if label[0] not in "a" else f"Is there an {label} {where}?",
-                "yes" if count else "no",
-            )
+            article = "an" if label[0] in "aeiou" else "a"
+            yield Question(here, f"Is there {article} {label} {where}?", "yes" if count else "no")
             if _count(room, label) > 1:
                 yield Question(here, f"How many {_plural(label)} are {where}?", _NUMBERS[count])
         for thing in near:
             if _count(room, thing.label) == 1:
-                yield Question(here, f"Which direction should I turn to face the {thing.label}?", _TURN[quarter])
-                yield Question(
-                    here, f"Can I see the {thing.label} without turning around?", "no" if quarter == 2 else "yes"
-                )
+                elsewhere = DIRECTIONS[(quarter + rng.integers(1, 4)) % 4]
+                yield Question(here, f"Which direction should I go to reach the {thing.label}?", _TURN[quarter])
+                yield Question(here, f"Can I find the {thing.label} {where}?", "yes")
+                yield Question(here, f"Can I find the {thing.label} {elsewhere}?", "no")
                 yield Question(
                     here, f"Do I have to turn left to face the {thing.label}?", "yes" if quarter == 1 else "no"
                 )

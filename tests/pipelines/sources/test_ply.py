@@ -1,7 +1,5 @@
 """PLY files of every dialect give the same scan; damaged ones give errors that name them."""
 
-from pathlib import Path
-
 import numpy as np
 import plyfile
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from extractors.errors import EmptyInput, InvalidValues, MissingFile, TruncatedFile, UnsupportedFile
 from pipelines.sources.ply import read_ply, write_ply
 
-MESHES = Path(__file__).parents[3] / "shared" / "data" / "meshes"
 XYZ = np.array([[0, 0, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0.5], [2, 2, 2]], np.float32)
 RGB = np.arange(15, dtype=np.uint8).reshape(5, 3) * 17
 TRIANGLES = np.array([[0, 1, 2], [0, 2, 3], [1, 2, 4]], np.int32)
@@ -170,10 +167,7 @@ def test_windows_line_ends_and_blank_lines_are_read(tmp_path):
     [("cube_blender_uv", 24, 12), ("fuze_ascii", 502, 1000), ("metadata", 4, 2), ("points_bin", 5, 0),
      ("points_emptyface", 1024, 0)],
 )  # fmt: skip
-def test_files_of_other_programs_are_read(name, vertices, faces):
-    path = MESHES / f"{name}.ply"
-    if not path.exists():
-        pytest.skip(f"needs {path}")
-    scan = read_ply(path)
+def test_files_of_other_programs_are_read(data_dir, name, vertices, faces):
+    scan = read_ply(data_dir / "meshes" / f"{name}.ply")
     assert (len(scan.xyz), len(scan.faces)) == (vertices, faces)
     assert np.isfinite(scan.xyz).all()
