@@ -10,6 +10,7 @@ import numpy as np
 from pipelines.make_data.rooms import Patch
 
 _NEAR = 0.05  # metres
+_SEAM = 1e-4  # share of an edge by which neighbours overlap, so that no ray passes between them
 
 
 def render(
@@ -50,28 +51,24 @@ def render(
     for i in np.flatnonzero((distance < 0) & ~outside):
         polygon = corners[i] if z[i].min() >= _NEAR else _clip(corners[i])
         pixels = polygon[:, :2] / polygon[:, 2:] * (fx, fy) + (cx, cy)
-        pixels = np.clip(pixels, -4 * width, 5 * width)  # far outside: fixed-point coordinates have few bits
         low = np.maximum(np.floor(pixels.min(axis=0)).astype(int), 0)
         high = np.minimum(np.ceil(pixels.max(axis=0)).astype(int) + 1, (width, height))
         if (high <= low).any():
             continue
         rows, columns = slice(low[1], high[1]), slice(low[0], high[0])
-        mask = np.zeros((high[1] - low[1], high[0] - low[0]), np.uint8)
-        cv2.fillConvexPoly(mask, np.rint((pixels - low) * 16).astype(np.int32), (1,), cv2.LINE_8, 4)
         rx, ry = ray_x[:, columns], ray_y[rows]
         facing = normal[i, 0] * rx + normal[i, 1] * ry + normal[i, 2]
         far = (distance[i] / np.minimum(facing, -1e-9)).astype(np.float32)  # z where the ray meets the plane
-        near = (mask > 0) & (far < depth[rows, columns]) & (far >= _NEAR)
+        near = (far < depth[rows, columns]) & (far >= _NEAR)
+        texture = patches[i].texture
+        at = []  # texture coordinates, which also say what lies in the rectangle
+        for edge, count in ((u[i], texture.shape[1]), (v[i], texture.shape[0])):
+            share = (far * (edge[0] * rx + edge[1] * ry + edge[2]) - edge @ origin[i]) / (edge @ edge)
+            near &= (share > -_SEAM) & (share < 1 + _SEAM)
+            at.append((share * count - 0.5).astype(np.float32))
         if not near.any():
             continue
-        texture = patches[i].texture
-        at = [
-            (far * (e[0] * rx + e[1] * ry + e[2]) - e @ origin[i]) * (count / (e @ e)) - 0.5
-            for e, count in ((u[i], texture.shape[1]), (v[i], texture.shape[0]))
-        ]
-        color = cv2.remap(
-            texture, at[0].astype(np.float32), at[1].astype(np.float32), cv2.INTER_LINEAR, None, cv2.BORDER_REPLICATE
-        )
+        color = cv2.remap(texture, at[0], at[1], cv2.INTER_LINEAR, None, cv2.BORDER_REPLICATE)
         np.copyto(depth[rows, columns], far, where=near)
         np.copyto(image[rows, columns], color, where=near[..., None])
     return image, depth

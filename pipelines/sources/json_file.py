@@ -30,5 +30,6 @@ def read_json(path: Path, missing: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        cut = error.pos >= len(text.rstrip()) - 1 or error.msg.startswith("Unterminated")
+        ends = error.pos >= len(text.rstrip()) - 1 and error.msg != "Extra data"
+        cut = ends or error.msg.startswith("Unterminated")
         raise (TruncatedFile if cut else UnsupportedFile)(f"{path}: {error}; download it again") from error
