@@ -47,6 +47,7 @@ SOURCES = {
 }
 TABLES = {
     "sqa3d_questions": ("pipelines.questions.sqa3d", "SQA3DQuestions"),
+    "sqa3d_situations": ("pipelines.questions.sqa3d_situations", "SQA3DSituations"),
 }
 
 
