@@ -9,6 +9,7 @@ Inference only: BatchNorm always uses its running statistics and is folded into 
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -17,10 +18,9 @@ from torch import Tensor, nn
 
 _FAR = 1e10  # the kernels' initial squared distance
 _DENSE = 4096  # below this many points, pruning costs more than it saves
-_CELL = 128  # points per cell of the pruned sampling
-_NEARLY = 0.9  # of the largest distance: what a candidate has; only speed depends on it
+_PARTS = (10, 10, 2)  # cells of the pruned sampling, along the longest axis first
+_NEARLY = 0.93  # of the largest distance: what a candidate has; only speed depends on it
 _FEW = 256  # candidates up to which their mutual distances are computed at once
-_SPREAD = np.array([sum((i >> bit & 1) << 3 * bit for bit in range(5)) for i in range(32)], np.uint16)
 _CANDIDATES = 1 << 22  # pairs that ball_query tests at once: bounds its memory to about 300 MB
 _BLOCK = 512  # points that it tests at once where it goes through all of them
 _CROWDED = 12  # it does where the cells around a centre hold more than a twelfth of them
@@ -138,9 +138,10 @@ def _sample_pruned(xyz: np.ndarray, distance: np.ndarray, count: int) -> tuple[n
         between = _squared(rows[:, :, None] - rows[:, None]) if len(candidate) <= _FEW else None
         while k < count:
             i = left.argmax()
-            if left[i] <= threshold:
+            furthest = left[i]
+            if furthest <= threshold:
                 break
-            if len((left == left[i]).nonzero()[0]) > 1:
+            if len((left == furthest).nonzero()[0]) > 1:
                 sole = min(sole, k)
             picked[k] = candidate[i]
             k += 1
@@ -150,17 +151,24 @@ def _sample_pruned(xyz: np.ndarray, distance: np.ndarray, count: int) -> tuple[n
 
 
 def _compact_cells(xyz: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut the points, sorted along a Morton curve, into runs of equal length.
+    """Cut the points along their longest axis, each part along the next, and those along the last, into equal parts.
 
     Returns:
         Coordinates (3, cell, point), index of each in xyz (cell * point,), and False where it only fills up (same).
     """
-    low, extent = xyz.min(0), max(float(np.ptp(xyz, axis=0).max()), 1e-6)
-    x, y, z = ((xyz - low) * np.float32(31.99 / extent)).astype(np.uint8).T
-    order = np.argsort(_SPREAD[x] | _SPREAD[y] << 1 | _SPREAD[z] << 2, kind="stable")
-    cells = -(-len(xyz) // _CELL)
-    order = np.append(order, np.full(cells * _CELL - len(xyz), order[-1]))
-    points = np.ascontiguousarray(xyz[order].T).reshape(3, cells, _CELL)
+    rows = np.ascontiguousarray(xyz.T)
+    low, extent = rows.min(1, keepdims=True), np.ptp(rows, axis=1)
+    step = ((rows - low) * np.float32(255.99 / max(float(extent.max()), 1e-6))).astype(np.uint16)  # 8 bits
+    cells = math.prod(_PARTS)
+    size = -(-len(xyz) // cells)  # points per cell
+    order, part = np.arange(len(xyz)), np.zeros(len(xyz), np.uint16)
+    below = cells
+    for axis, parts in zip(np.argsort(-extent), _PARTS, strict=True):
+        order = order[np.argsort(part << 8 | step[axis, order], kind="stable")]  # 16 bits: a radix sort
+        below //= parts
+        part = (np.arange(len(xyz)) // (below * size)).astype(np.uint16)
+    order = np.append(order, np.full(cells * size - len(xyz), order[-1]))
+    points = np.ascontiguousarray(rows[:, order]).reshape(3, cells, size)
     return points, order, np.arange(len(order)) < len(xyz)
 
 
@@ -175,12 +183,9 @@ def _update_cells(
     squared = _squared(points.take(cell, 1) - picks.take(pick, 1)[:, :, None])  # (pair, point)
     first = np.flatnonzero(np.diff(cell, prepend=-1))  # pairs come by cell
     pairs = np.diff(first, append=len(cell))
-    nearest = squared[first]
-    for j in range(1, pairs.max()):
-        more = np.flatnonzero(pairs > j)
-        nearest[more] = np.minimum(nearest[more], squared[first[more] + j])
-    touched = cell[first]
-    by_cell[touched] = np.minimum(by_cell[touched], nearest)
+    for j in range(pairs.max()):  # the j-th pair of each cell that has so many
+        pair = first[pairs > j] + j
+        by_cell[cell[pair]] = np.minimum(by_cell[cell[pair]], squared[pair])
 
 
 def _squared(difference: np.ndarray) -> np.ndarray:

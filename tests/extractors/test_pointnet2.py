@@ -53,7 +53,6 @@ def dense(xyz: np.ndarray, count: int, lanes: int, skip_origin: bool) -> np.ndar
 def pruned(xyz: np.ndarray, count: int, lanes: int, skip_origin: bool, few: int = 256) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pointnet2, "_DENSE", 0)
-        patch.setattr(pointnet2, "_CELL", 16)
         patch.setattr(pointnet2, "_FEW", few)
         return dense(xyz, count, lanes, skip_origin)
 
