@@ -10,7 +10,7 @@ import numpy as np
 
 from extractors import pointcloud
 from extractors.base import Extractor, Weights, seed_for
-from extractors.errors import NoColors, NoFaces
+from extractors.errors import InvalidValues, NoColors, NoFaces
 from extractors.geometry import box_corners, transform
 from extractors.inputs import Scan
 from extractors.votenet_boxes import CLASSES, Boxes, decode
@@ -27,7 +27,7 @@ class Family:
     Attributes:
         color: whether points carry colour.
         sampling: how proposals are chosen in evaluation.
-        lanes, skip_origin: of the sampling kernel, see `pointnet2.furthest_point_sample`.
+        lanes, skip_origin: of the sampling kernel, see `point_sampling.furthest_point_sample`.
         height_first: the height is taken before the axis alignment.
         mean_sizes: (18, 3) metres, by class: a box is the mean of its size class and a residual.
         classes: names of the semantic classes.
@@ -286,6 +286,8 @@ class VoteNet(Extractor):
                 seeds = taps["seed_inds"].gather(1, taps["aggregated_vote_inds"])
                 outputs = (taps["proposal_raw"], taps["aggregated_vote_xyz"], taps["aggregated_vote_features"], seeds)
                 for scan, raw, votes, tokens, seed in zip(scans, *(t.cpu().numpy() for t in outputs), strict=True):
+                    if not (np.isfinite(raw).all() and np.isfinite(tokens).all()):
+                        raise InvalidValues("the network gave NaN or infinity for this scan; are the weights whole?")
                     boxes = decode(raw, votes, mean_sizes)
                     records.append(self._record(scan, boxes, votes, tokens, seed))
             return records

@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from extractors.pointnet2 import FeaturePropagation, SetAbstraction, fold, furthest_point_sample
+from extractors.point_sampling import furthest_point_sample
+from extractors.pointnet2 import FeaturePropagation, SetAbstraction, fold
 from extractors.votenet_boxes import HEAD_CHANNELS
 
 SEEDS = 1024

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from extractors import detection, geometry, pointcloud, votenet_namings
-from extractors.pointnet2 import ball_query, furthest_point_sample
+from extractors.point_sampling import furthest_point_sample
+from extractors.pointnet2 import ball_query
 from extractors.votenet import FAMILIES
 from extractors.votenet_boxes import decode
 from extractors.votenet_network import VoteNetwork
