@@ -49,8 +49,8 @@ class History(Protocol):
 
     folder: Folder  # `files(stage)` gives the sizes of the stage's shards
 
-    def latest(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table: ...
-    def rows(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table: ...
+    def latest(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table: ...
+    def rows(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table: ...
     def recipe(self, id: str) -> dict[str, Any]: ...
 
 
@@ -88,14 +88,14 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     # The newest row of every item; all rows where an older one may stand again.
     older = _used(manifest, rid)  # else no row has this recipe
     whole = older and bool(pending.any())
-    rows = _arrange((manifest.rows if whole else manifest.latest)(stage.name, READ))
+    rows = _arrange((manifest.rows if whole else manifest.latest)(stage.name, READ, encoded=True))
     newest, item_of = match(work.items, rows["item"])
     has = newest >= 0
     fits = has & known
     fits[fits] = same(as_bytes(rows["fingerprint"])[newest[fits]], now[fits])
     search = has & ~fits & ~work.failed & ~forced & older
     if search.any() and not whole:
-        rows = _arrange(manifest.rows(stage.name, READ))
+        rows = _arrange(manifest.rows(stage.name, READ, encoded=True))
         newest, item_of = match(work.items, rows["item"])
     stands = np.where(fits, newest, -1)  # per item, the newest row of its present fingerprint
 

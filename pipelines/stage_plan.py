@@ -31,7 +31,7 @@ STORED = {  # the manifest's columns that say which record stands, and their typ
     "digest": DIGEST,
     "mapped": pa.bool_(),
     "error_class": TEXT,
-    "error_text": pa.string(),
+    "error_text": TEXT,
     "attempts": pa.int32(),
     "seconds": pa.float64(),
 }

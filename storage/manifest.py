@@ -94,6 +94,7 @@ SCHEMA = pa.schema(
 _FILE_SCHEMA = pa.schema(
     [field for field in SCHEMA if field.name != "stage"]
 )  # the partition column is not in the files
+_REPEATED = ("recipe", "status", "shard", "error_class", "error_text", "run")
 _DEFAULTS = {f.name: f.default for f in fields(Row) if isinstance(f.default, str | bytes | int | float)}
 
 
@@ -306,19 +307,20 @@ class Manifest:
         """Names of the stages that have rows, sorted."""
         return sorted({file.stage for file in self._at.files})
 
-    def latest(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table:
+    def latest(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table:
         """The newest row of every item of a stage, sorted by item.
 
         Args:
             columns: names of `Row`'s fields (all by default), `time` and `base_version`.
+            encoded: give texts that repeat (recipe, status, shard ...) as dictionary columns: a third of the memory.
         """
-        table, codes, order = self._ordered(stage, columns)
+        table, codes, order = self._ordered(stage, columns, encoded)
         last = np.append(codes[order][1:] != codes[order][:-1], True) if len(order) else np.empty(0, bool)
         return self._pick(stage, table, order[last], columns)
 
-    def rows(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table:
-        """All rows of a stage, sorted by item, the newest of an item first."""
-        table, codes, order = self._ordered(stage, columns)
+    def rows(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table:
+        """All rows of a stage, sorted by item, the newest of an item first; arguments as for `latest`."""
+        table, codes, order = self._ordered(stage, columns, encoded)
         newest_first = order[::-1]
         return self._pick(stage, table, newest_first[np.argsort(codes[newest_first], kind="stable")], columns)
 
@@ -334,26 +336,36 @@ class Manifest:
     def _of_stage(self, stage: str) -> list[_File]:
         return [file for file in self._at.files if file.stage == stage]
 
-    def _read(self, files: Sequence[_File], columns: list[str] | None, item: str | None = None) -> pa.Table:
+    def _read(
+        self, files: Sequence[_File], columns: list[str] | None, item: str | None = None, encoded: bool = False
+    ) -> pa.Table:
         """Rows of data files, without the stage; only those of one item where it is given."""
         schema = _FILE_SCHEMA if columns is None else pa.schema([_FILE_SCHEMA.field(name) for name in columns])
         options: dict[str, Any] = {"columns": schema.names, "partitioning": None}
+        if encoded:
+            options["read_dictionary"] = [name for name in schema.names if name in _REPEATED]
+            text = pa.dictionary(pa.int32(), pa.string())
+            schema = pa.schema([(f.name, text if f.name in _REPEATED else f.type) for f in schema])
         if item is not None:
             options["filters"] = pc.field("item") == item
         if self.folder.local is None:
             options["filesystem"] = self.folder.fs
         tables = [pq.read_table(self.folder.path(f"manifest/{file.path}"), **options) for file in files]
-        return pa.concat_tables([table.cast(schema) for table in tables]) if tables else schema.empty_table()
+        if not tables:
+            return schema.empty_table()
+        return pa.concat_tables([table.cast(schema) for table in tables]).unify_dictionaries()
 
-    def _ordered(self, stage: str, columns: Iterable[str] | None) -> tuple[pa.Table, np.ndarray, np.ndarray]:
+    def _ordered(
+        self, stage: str, columns: Iterable[str] | None, encoded: bool
+    ) -> tuple[pa.Table, np.ndarray, np.ndarray]:
         """All rows of a stage; of each row the rank of its item; row numbers by item, an item's oldest row first."""
         wanted = set(ROW_COLUMNS if columns is None else columns)
         if unknown := wanted - set(SCHEMA.names):
             raise ValueError(f"unknown columns {sorted(unknown)}; choose from {SCHEMA.names}")
         names = [name for name in _FILE_SCHEMA.names if name in wanted or name in ("item", *_ORDER)]
-        table = self._read(self._of_stage(stage), names)
-        encoded = pc.dictionary_encode(table["item"].combine_chunks())
-        codes, items = encoded.indices.to_numpy(), encoded.dictionary
+        table = self._read(self._of_stage(stage), names, encoded=encoded)
+        ranked = pc.dictionary_encode(table["item"].combine_chunks())
+        codes, items = ranked.indices.to_numpy(), ranked.dictionary
         if not pc.all(pc.less(items[:-1], items[1:])).as_py():
             rank = np.empty(len(items), np.int64)
             rank[pc.sort_indices(items).to_numpy()] = np.arange(len(items))

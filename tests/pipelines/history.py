@@ -46,10 +46,10 @@ class MemoryHistory:
         table = pa.Table.from_pylist([asdict(row) for row in rows], ROW_SCHEMA)
         return table if columns is None else table.select(list(columns))
 
-    def rows(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table:
+    def rows(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table:
         items = sorted({row.item for row in self.committed if row.stage == stage})
         return self._table([row for item in items for row in self.of(stage, item)], columns)
 
-    def latest(self, stage: str, columns: Iterable[str] | None = None) -> pa.Table:
+    def latest(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table:
         items = sorted({row.item for row in self.committed if row.stage == stage})
         return self._table([self.of(stage, item)[0] for item in items], columns)
