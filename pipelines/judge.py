@@ -35,6 +35,7 @@ from pipelines.stage_plan import (
     SOUND,
     STORED,
     UPSTREAM_FAILED,
+    Candidates,
     Options,
     StagePlan,
     recipe_of,
@@ -105,7 +106,8 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
         index, past = _past(rows, item_of, work, now, rid, search)
         final = known[index]
         stands[index[final]] = past[final]
-        candidates = _candidates(rows, index[~final], past[~final], newest, fault)
+        index, past = index[~final], past[~final]
+        candidates = Candidates(rows, index, past, newest[index] == past, fault[past])
     failure = is_text(rows["status"], "failed")
     alike = has.copy()  # the newest row is of this recipe and these inputs: only an upstream can differ
     alike[has] = is_text(rows["recipe"], rid)[newest[has]] & same(
@@ -127,10 +129,10 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     action[reuse] = ACTIONS.index("reuse")
     action[work.failed | (failed_before & ~forced & (not options.retry_failed))] = ACTIONS.index("skip")
     if candidates is not None:
-        hopeful = candidates["fault"].to_numpy() == SOUND
+        hopeful = candidates.fault == SOUND
         if options.retry_failed:
-            hopeful &= ~is_text(candidates["status"], "failed")
-        action[candidates["index"].to_numpy()[hopeful]] = ACTIONS.index("maybe")
+            hopeful &= ~at(failure, candidates.row)
+        action[candidates.index[hopeful]] = ACTIONS.index("maybe")
 
     visible = has.copy()
     visible[has] = is_text(rows["status"], "ok", "empty")[newest[has]]
@@ -177,15 +179,6 @@ def _past(
         index = item_of[at]
     order = np.argsort(index, kind="stable")
     return index[order], at[order]
-
-
-def _candidates(rows: pa.Table, index: np.ndarray, at: np.ndarray, newest: np.ndarray, fault: np.ndarray) -> pa.Table:
-    """What `StagePlan.decide` chooses from."""
-    table = rows.take(pa.array(at))
-    extra = {"index": index, "newest": newest[index] == at, "fault": fault[at]}
-    for name, values in extra.items():
-        table = table.append_column(name, pa.array(values))
-    return table
 
 
 def _used(manifest: History, rid: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -78,6 +77,24 @@ class Decision:
     attempts: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Rows of the past that may stand once an upstream has run, by item, the newest of an item first.
+
+    Attributes:
+        rows: manifest rows, some of which are candidates.
+        index, row: of each candidate, the row of the plan's table and the row of `rows`.
+        newest: no newer row of its item exists.
+        fault: SOUND, MISSING or CORRUPT.
+    """
+
+    rows: pa.Table
+    index: np.ndarray
+    row: np.ndarray
+    newest: np.ndarray
+    fault: np.ndarray
+
+
 @dataclass(frozen=True)
 class PlanLine:
     """Items of one stage with the same action and reason.
@@ -132,7 +149,7 @@ class StagePlan:
     forced: bool = False
     retry_failed: bool = False
     _parts: np.ndarray | None = field(default=None, repr=False)  # (item, entry of `of`, 16) digests, zero where unknown
-    _candidates: pa.Table | None = field(default=None, repr=False)  # rows that may stand, by table row, newest first
+    _candidates: Candidates | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -162,16 +179,16 @@ class StagePlan:
         reason = self.table["reason"][index].as_py()
         if self.forced:
             return Decision("compute", "forced", now)
-        first, last = np.searchsorted(self._candidate_index, [index, index + 1])
-        for at in range(first, last):
-            if self._candidates["fingerprint"][at].as_py() != now:
+        past = self._candidates
+        for at in range(*np.searchsorted(past.index, [index, index + 1])):
+            if past.rows["fingerprint"][int(past.row[at])].as_py() != now:
                 continue
-            if fault := self._candidates["fault"][at].as_py():
-                if self._candidates["newest"][at].as_py():
-                    reason = "missing shard" if fault == MISSING else "corrupt"
+            if past.fault[at] != SOUND:
+                if past.newest[at]:
+                    reason = "missing shard" if past.fault[at] == MISSING else "corrupt"
                 break
-            row = self._row(self._candidates, at)
-            commit = None if self._candidates["newest"][at].as_py() else row
+            row = self._row(past.rows, int(past.row[at]))
+            commit = None if past.newest[at] else row
             if row.status != "failed":
                 return Decision("reuse", "earlier run" if commit else "unchanged", now, commit, row)
             if not self.retry_failed:
@@ -199,10 +216,6 @@ class StagePlan:
                 seconds = None if self.mean_seconds is None else self.mean_seconds * items
             lines.append(PlanLine(self.name, group["action"], group["reason"], items, size, seconds))
         return sorted(lines, key=lambda line: (ACTIONS.index(line.action), -line.items, line.reason))
-
-    @cached_property
-    def _candidate_index(self) -> np.ndarray:
-        return np.zeros(0) if self._candidates is None else self._candidates["index"].to_numpy()
 
     def _row(self, table: pa.Table, index: int) -> Row:
         values = {name: table[name][index].as_py() for name in ("item", "fingerprint", "inputs", *STORED)}
