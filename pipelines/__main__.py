@@ -155,7 +155,7 @@ def export(
     stage: StageName,
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     store: Store = None,
-    form: Annotated[str, typer.Option("--format", metavar="npz|parquet|hdf5|mp4", help="What to write.")] = "npz",
+    form: Annotated[str, typer.Option("--format", metavar="npz|parquet|hdf5|mp4|png", help="What to write.")] = "npz",
     item: Items = None,
     column: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this column.")] = None,
     as_json: Json = False,

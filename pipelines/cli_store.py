@@ -40,7 +40,7 @@ def status(url: str | None, as_json: bool) -> None:
         for s in stages
     ]
     title = f"{cache.url}, snapshot {cache.snapshot}"
-    _print(title, ("stage", "ok", "empty", "failed", "corrupt", "elements", "size", "recipes"), rows)
+    print_table(title, ("stage", "ok", "empty", "failed", "corrupt", "elements", "size", "recipes"), rows)
     if untrained := [f"{s['stage']} ({', '.join(s['untrained'])})" for s in stages if s["untrained"]]:
         print(f"Weights without training: {'; '.join(untrained)}")
 
@@ -84,7 +84,7 @@ def failures(url: str | None, stages: Sequence[str] | None, as_json: bool) -> No
         (f["stage"], f["item"], f["error_class"] or f["status"], f["error_text"], f["attempts"])
         for f in found[:_LISTED]
     ]
-    _print(f"{len(found)} failures in {cache.url}", ("stage", "item", "error", "cause", "tries"), rows)
+    print_table(f"{len(found)} failures in {cache.url}", ("stage", "item", "error", "cause", "tries"), rows)
     if len(found) > _LISTED:
         print(f"... and {len(found) - _LISTED} more; --stage NAME or --json shows them")
     print("Tried again when the input or the recipe changes, or with `scenecache run JOB --retry-failed`.")
@@ -127,7 +127,7 @@ def show(url: str | None, stage: str, item: str, as_json: bool) -> None:
             (c["name"], f"{c['dtype']} {tuple(c['shape'])}", u, c["sample"], c["doc"])
             for c, u in zip(columns, unit, strict=True)
         ]
-        _print("", ("column", "array", "unit (frame)", "values", "what"), rows)
+        print_table("", ("column", "array", "unit (frame)", "values", "what"), rows)
 
 
 def _range(array: np.ndarray) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def verify(url: str | None, deep: bool, mark: bool, as_json: bool) -> int:
     print(f"{report.records:,} records, {size(report.bytes)}: {len(report.faults)} damaged")
     if report.faults:
         rows = [(f.stage, f.item, f.shard, f.problem) for f in report.faults[:_LISTED]]
-        _print("", ("stage", "item", "shard", "problem"), rows)
+        print_table("", ("stage", "item", "shard", "problem"), rows)
     if report.marked:
         print(f"{report.marked} marked: the next run computes them again.")
     if report.orphans:
@@ -183,7 +183,7 @@ def gc(
     )
 
 
-def _print(title: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def print_table(title: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     from pipelines.plan_view import console
 
     table = _table(title, names)
