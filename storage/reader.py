@@ -131,12 +131,16 @@ class Cache:
 
 @dataclass
 class _Index:
-    """Where the records of a stage lie: position by key, and per position shard number, first row and row count."""
+    """Where the records of a stage lie.
+
+    Attributes:
+        position: by key, where in `spans` its three numbers begin.
+        spans: shard number, first row and last row + 1 of every record, side by side: one cache miss a lookup.
+        shards: file, size in bytes and `mapped` of each shard.
+    """
 
     position: dict[str, int]
-    shard: array[int]
-    first: array[int]
-    rows: array[int]
+    spans: array[int]
     shards: list[tuple[str, int, bool]]
 
 
@@ -173,11 +177,11 @@ class _Stage:
         numbers = encoded.indices.to_numpy()
         _, samples = np.unique(numbers, return_index=True)
         sizes, mapped = table["shard_bytes"].to_numpy()[samples].tolist(), table["mapped"].to_numpy()[samples].tolist()
+        first = table["first_row"].to_numpy()
+        spans = np.stack([numbers.astype(np.int64), first, first + table["rows"].to_numpy()], axis=1)
         return _Index(
-            dict(zip(table["item"].to_pylist(), range(table.num_rows), strict=True)),
-            array("q", numbers.astype(np.int64).tobytes()),
-            array("q", table["first_row"].to_numpy().tobytes()),
-            array("q", table["rows"].to_numpy().tobytes()),
+            dict(zip(table["item"].to_pylist(), range(0, 3 * table.num_rows, 3), strict=True)),
+            array("q", spans.tobytes()),
             list(zip(encoded.dictionary.to_pylist(), sizes, mapped, strict=True)),
         )
 
@@ -273,7 +277,7 @@ class Records(Mapping[str, Record]):
         """(key,) number of the shard that holds each record, -1 for a key without one: what is near what on disk."""
         index = self._stage.index
         positions = (index.position.get(key, -1) for key in keys)
-        return np.array([-1 if position < 0 else index.shard[position] for position in positions], np.int64)
+        return np.array([-1 if position < 0 else index.spans[position] for position in positions], np.int64)
 
     def __getitem__(self, key: str) -> Record:
         index = self._stage._index
@@ -286,14 +290,17 @@ class Records(Mapping[str, Record]):
         except (KeyError, TypeError):
             self._stage.readable(key)  # raises with the reason
             raise
-        number = index.shard[position]
+        spans = index.spans
+        number = spans[position]
         try:
             columns = self._open[number]
         except KeyError:
             columns = self._columns(number)
-        first = index.first[position]
-        rows = slice(first, first + index.rows[position])
-        return {name: values[rows] for name, values in columns}
+        rows = slice(spans[position + 1], spans[position + 2])
+        record = {}
+        for name, values in columns:  # a comprehension would cost a call
+            record[name] = values[rows]
+        return record
 
     def _columns(self, number: int) -> list[tuple[str, Values]]:
         shard = self._stage.open(self._stage.index.shards[number])
