@@ -24,6 +24,9 @@ from storage.schema import Column, Schema  # noqa: E402
 from storage.torch_data import MapDataset, Stream, collate_padded, collate_ragged  # noqa: E402
 from storage.writer import ShardWriter  # noqa: E402
 
+# Three workers are more than some machine has cores.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
 COUNT = 23
 OBJECTS = Schema({"feature": Column((40,), "float16"), "label": Column((), "string")}, element="object")
 GRID = Schema({"grid": Column((2, 3))}, format="hdf5")
@@ -115,10 +118,7 @@ def test_resumes_after_every_batch_with_other_workers(url, workers):
         after = Stream(records, 4, seed=3, num_workers=workers[1])
         after.load_state_dict(state)
         assert first + seen(after) == whole
-        assert (
-            seen(after) == seen(Stream(records, 4, seed=3, num_workers=0).__class__(records, 4, seed=3)) or after.epoch
-        )
-    assert after.epoch == 2
+        assert (after.epoch, after.state_dict()["items"]) == (1, 0)
 
 
 def test_resumes_with_other_ranks(url):
@@ -205,7 +205,7 @@ def test_batches_kept_by_the_trainer_are_not_overwritten(url):
         for batch, expected in zip(kept, plain, strict=True):
             assert torch.equal(batch["feature"], expected["feature"])
             assert torch.equal(batch["object_mask"], expected["object_mask"])
-    part = kept[3]["feature"][1:, :1].T.numpy()  # a view of a view keeps the memory too
+    part = kept[3]["feature"][1:, :, ::2].numpy()  # a view of a view keeps the memory too
     value = part.copy()
     del kept, batch
     list(stream)
