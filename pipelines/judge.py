@@ -86,20 +86,15 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     now = np.zeros((n, 16), np.uint8)
     now[known] = fingerprints(rid, work.parts[known])
 
-    # The newest row of every item; all rows where an older one may stand again.
-    older = _used(manifest, rid)  # else no row has this recipe
-    whole = older and bool(pending.any())
-    rows = _arrange((manifest.rows if whole else manifest.latest)(stage.name, READ, encoded=True))
+    # The newest row of every item, and where the recipe was used before, older ones that may stand again.
+    used = _used(manifest, rid)
+    rows = _arrange((manifest.rows if used else manifest.latest)(stage.name, READ, encoded=True))
     newest, item_of = match(work.items, rows["item"])
     has = newest >= 0
     fits = has & known
     fits[fits] = same(as_bytes(rows["fingerprint"])[newest[fits]], now[fits])
-    search = has & ~fits & ~work.failed & ~forced & older
-    if search.any() and not whole:
-        rows = _arrange(manifest.rows(stage.name, READ, encoded=True))
-        newest, item_of = match(work.items, rows["item"])
     stands = np.where(fits, newest, -1)  # per item, the newest row of its present fingerprint
-
+    search = has & ~fits & ~work.failed & ~forced & used
     fault = _faults(rows, sizes)
     candidates = None
     if pending.any() or search.any():
@@ -107,7 +102,10 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
         final = known[index]
         stands[index[final]] = past[final]
         index, past = index[~final], past[~final]
-        candidates = Candidates(rows, index, past, newest[index] == past, fault[past])
+        chosen, place = rows, past
+        if len(past) < len(rows) // 2:  # keep no more of the rows than it takes
+            chosen, place = rows.take(pa.array(past)), np.arange(len(past))
+        candidates = Candidates(chosen, index, place, newest[index] == past, fault[past])
     failure = is_text(rows["status"], "failed")
     alike = has.copy()  # the newest row is of this recipe and these inputs: only an upstream can differ
     alike[has] = is_text(rows["recipe"], rid)[newest[has]] & same(
@@ -131,7 +129,7 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     if candidates is not None:
         hopeful = candidates.fault == SOUND
         if options.retry_failed:
-            hopeful &= ~at(failure, candidates.row)
+            hopeful &= ~is_text(candidates.rows["status"], "failed")[candidates.row]
         action[candidates.index[hopeful]] = ACTIONS.index("maybe")
 
     visible = has.copy()
@@ -172,10 +170,13 @@ def _past(
     same_inputs = same(as_bytes(rows["inputs"])[at], work.inputs[index])
     fitting = np.where(work.known[index], same_now, same_inputs)
     at, index = at[fitting], index[fitting]
-    if len(index) and np.bincount(index).max() > 1:  # several runs of one item: of one fingerprint the newest counts
-        groups = pa.table({"index": index, "fingerprint": rows["fingerprint"].take(pa.array(at)), "at": at})
-        firsts = groups.group_by(["index", "fingerprint"]).aggregate([("at", "min")])
-        at = np.sort(firsts["at_min"].to_numpy())
+    several = np.bincount(index, minlength=1)[index] > 1
+    if several.any():  # runs of one item: of one fingerprint the newest counts
+        twice = pa.table({"index": index, "fingerprint": rows["fingerprint"].take(pa.array(at)), "at": at}).filter(
+            several
+        )
+        firsts = twice.group_by(["index", "fingerprint"]).aggregate([("at", "min")])["at_min"].to_numpy()
+        at = np.sort(np.concatenate([at[~several], firsts]))
         index = item_of[at]
     order = np.argsort(index, kind="stable")
     return index[order], at[order]

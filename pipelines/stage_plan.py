@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from extractors.base import recipe as extractor_recipe
-from pipelines.columns import DIGEST, TEXT
+from pipelines.columns import DIGEST, TEXT, codes
 from pipelines.stage import Stage, Table
 from storage.fingerprint import fingerprint
 from storage.manifest import Row
@@ -202,19 +202,19 @@ class StagePlan:
 
     def lines(self) -> list[PlanLine]:
         """The table counted by action and reason, in a fixed order."""
-        reasons = self.table["reason"].combine_chunks()
-        pairs = pa.table({"action": self.table["action"], "reason": reasons, "bytes": self.table["bytes"]})
+        reasons = self.table["reason"].combine_chunks().dictionary.to_pylist()
+        group = len(reasons) * codes(self.table["action"]).astype(np.int64) + codes(self.table["reason"])
+        counts = np.bincount(group)
+        stored = np.bincount(group, self.table["bytes"].fill_null(0).to_numpy(), len(counts))
         lines = []
-        for group in (
-            pairs.group_by(["action", "reason"]).aggregate([("action", "count"), ("bytes", "sum")]).to_pylist()
-        ):
-            items, stored = group["action_count"], group["bytes_sum"] or 0
-            size: int | None = stored
+        for at in np.flatnonzero(counts).tolist():
+            action, reason, items = ACTIONS[at // len(reasons)], reasons[at % len(reasons)], int(counts[at])
+            size: int | None = int(stored[at])
             seconds: float | None = 0.0
-            if group["action"] in ("compute", "maybe"):
+            if action in ("compute", "maybe"):
                 size = None if self.mean_bytes is None else round(self.mean_bytes * items)
                 seconds = None if self.mean_seconds is None else self.mean_seconds * items
-            lines.append(PlanLine(self.name, group["action"], group["reason"], items, size, seconds))
+            lines.append(PlanLine(self.name, action, reason, items, size, seconds))
         return sorted(lines, key=lambda line: (ACTIONS.index(line.action), -line.items, line.reason))
 
     def _row(self, table: pa.Table, index: int) -> Row:

@@ -44,8 +44,12 @@ def fingerprints(recipe: str, inputs: np.ndarray) -> np.ndarray:
     framed[:, :, 8:] = inputs
     width, flat = entries * (8 + SIZE), framed.tobytes()
     prefix, sha256 = _length(recipe.encode()), hashlib.sha256
-    whole = b"".join([sha256(prefix + flat[i : i + width]).digest()[:SIZE] for i in range(0, len(flat), width)])
-    return np.frombuffer(whole, np.uint8).reshape(items, SIZE)
+    digests = np.empty((items, SIZE), np.uint8)
+    for first in range(0, items, 1 << 14):  # in parts, which stay in the processor's cache
+        part = range(first * width, min(first + (1 << 14), items) * width, width)
+        made = b"".join([sha256(prefix + flat[i : i + width]).digest()[:SIZE] for i in part])
+        digests[first : first + len(part)] = np.frombuffer(made, np.uint8).reshape(-1, SIZE)
+    return digests
 
 
 def record_digest(record: Record) -> bytes:

@@ -364,13 +364,8 @@ class Manifest:
             raise ValueError(f"unknown columns {sorted(unknown)}; choose from {SCHEMA.names}")
         names = [name for name in _FILE_SCHEMA.names if name in wanted or name in ("item", *_ORDER)]
         table = self._read(self._of_stage(stage), names, encoded=encoded)
-        ranked = pc.dictionary_encode(table["item"].combine_chunks())
-        codes, items = ranked.indices.to_numpy(), ranked.dictionary
-        if not pc.all(pc.less(items[:-1], items[1:])).as_py():
-            rank = np.empty(len(items), np.int64)
-            rank[pc.sort_indices(items).to_numpy()] = np.arange(len(items))
-            codes = rank[codes]
-        if len(items) == len(codes):  # no item twice
+        codes = _ranks(table["item"].combine_chunks())
+        if not len(codes) or codes.max() == len(codes) - 1:  # no item twice
             return table, codes, np.argsort(codes)
         return table, codes, np.lexsort([*(_numbers(table[name]) for name in reversed(_ORDER)), codes])
 
@@ -382,6 +377,19 @@ class Manifest:
         if "stage" in names:
             table = table.append_column("stage", pa.repeat(pa.scalar(stage), len(order)))
         return table.select(names)
+
+
+def _ranks(items: pa.Array) -> np.ndarray:
+    """The rank of each item among the different ones."""
+    if not pc.any(pc.less(items[1:], items[:-1])).as_py():  # sorted already, as a compacted table is
+        return np.cumsum(np.append(False, pc.not_equal(items[1:], items[:-1])))[: len(items)]
+    encoded = pc.dictionary_encode(items)
+    codes, different = encoded.indices.to_numpy(), encoded.dictionary
+    if not pc.all(pc.less(different[:-1], different[1:])).as_py():
+        rank = np.empty(len(different), np.int64)
+        rank[pc.sort_indices(different).to_numpy()] = np.arange(len(different))
+        codes = rank[codes]
+    return codes
 
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
