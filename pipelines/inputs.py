@@ -13,9 +13,9 @@ import sqlite3
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -136,7 +136,8 @@ class StatCache:
     def _recall(self, stats: Mapping[str, _Stat]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         paths = list(stats)
-        with self._database() as db:
+
+        def read(db: sqlite3.Connection) -> None:
             for start in range(0, len(paths), 500):
                 part = [os.fsencode(path) for path in paths[start : start + 500]]
                 marks = ",".join("?" * len(part))
@@ -145,17 +146,17 @@ class StatCache:
                     name = os.fsdecode(path)
                     if _Stat(*stat_then) == stats[name]:
                         found[name] = digest
+
+        self._use(read)
         return found
 
     def _remember(self, files: Sequence[tuple[str, bytes, _Stat]]) -> None:
-        if files:
-            with self._database() as db, db:
-                rows = [(os.fsencode(path), digest, *found) for path, digest, found in files]
-                db.executemany("INSERT OR REPLACE INTO file VALUES (?, ?, ?, ?, ?)", rows)
+        rows = [(os.fsencode(path), digest, *found) for path, digest, found in files]
+        if rows:
+            self._use(lambda db: db.executemany("INSERT OR REPLACE INTO file VALUES (?, ?, ?, ?, ?)", rows))
 
-    @contextmanager
-    def _database(self) -> Iterator[sqlite3.Connection]:
-        """The open database; whatever goes wrong with it ends the block, not the program."""
+    def _use(self, work: Callable[[sqlite3.Connection], object]) -> None:
+        """Work on the database in one transaction; where that fails, files are read instead."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.path, timeout=30)) as db:
@@ -165,7 +166,8 @@ class StatCache:
                     "CREATE TABLE IF NOT EXISTS file (path BLOB PRIMARY KEY, digest BLOB,"
                     " size INTEGER, mtime_ns INTEGER, inode INTEGER) WITHOUT ROWID"
                 )
-                yield db
+                with db:
+                    work(db)
         except (sqlite3.Error, OSError) as error:
             if "not a database" in str(error) or "malformed" in str(error):
                 with suppress(OSError):  # what it remembers can be read again
