@@ -5,6 +5,7 @@ Everything that can hang or crash (drivers, Blender, decoders, Ray) is tried in 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -182,13 +183,18 @@ def _decoders() -> Iterator[Finding]:
             return
         for name, package in (("pyav", "av"), ("decord", "decord"), ("torchcodec", "torchcodec")):
             title = f"decoder {name}"
-            ok = Finding(title, "ok", f"{_version(package)}, decodes the right frames")
-            found = _tried(title, _DECODE, 60, lambda out, ok=ok: ok, clip, name, needs=package)
+            text = f"{_version(package)}, decodes the right frames"
+            judge = functools.partial(_fine, title, text)
+            found = _tried(title, _DECODE, 60, judge, clip, name, needs=package)
             if name == "torchcodec" and found.state == "broken":  # refuses what it is not sure of, and is optional
                 found = Finding(
                     title, "note", found.text, "optional; needs the FFmpeg libraries (apt-get install ffmpeg)"
                 )
             yield found
+
+
+def _fine(name: str, text: str, output: str) -> Finding:
+    return Finding(name, "ok", text)
 
 
 def _tried(

@@ -156,9 +156,9 @@ class JobSpec(BaseModel):
             JobError: lists all that is wrong or still to be given.
         """
         faults: list[str] = []
-        source = None
-        if self.source:
-            source = _made("source", lambda: _class(SOURCES, self.source.type, "source"), self.source.settings, faults)  # type: ignore[union-attr]
+        source, spec = None, self.source
+        if spec:
+            source = _made("source", lambda: _class(SOURCES, spec.type, "source"), spec.settings, faults)
         stages, tables = [], []
         for name, part in self.stages.items():
             run = ("of", "batch", "workers", "gpus", "extractor")

@@ -4,25 +4,21 @@ To be given: `source.root` (folder of ScanNet scans), `sqa3d_questions.root` (fo
 weights of votenet, bev_grid and clip_grid (`untrained:0` runs them without training).
 """
 
-from extractors.bev_render import BevRender
-from extractors.image_grid import ClipBertGrid, TimmGrid
-from extractors.scan_info import ScanInfo
-from extractors.video import Video
-from extractors.votenet import VoteNet
-from pipelines.job_spec import JobSpec, SourceSpec, StageSpec, TableSpec
-from pipelines.questions.sqa3d import SQA3DQuestions
-from pipelines.sources.scannet import ScanNet
+from pipelines.job_spec import JobSpec
 
-SQA3D = JobSpec(
-    name="sqa3d",
-    source=SourceSpec(type=ScanNet),
-    stages={
-        "scan_info": StageSpec(extractor=ScanInfo),  # axis alignment and bounds: situation poses need them
-        "video": StageSpec(extractor=Video),  # the first of every 20 frames, 224x224
-        "bev_render": StageSpec(extractor=BevRender),  # bird's eye view by Blender
-        "votenet": StageSpec(extractor=VoteNet),  # 256 object proposals of 128 values (ScanQA's head)
-        "bev_grid": StageSpec(extractor=TimmGrid, of=("bev_render",), model="pvt_v2_b2"),  # MCAN's (49, 512)
-        "clip_grid": StageSpec(extractor=ClipBertGrid, of=("video",)),  # ClipBERT's (frame, 7, 7, 768)
-    },
-    tables={"sqa3d_questions": TableSpec(type=SQA3DQuestions)},
+SQA3D = JobSpec.model_validate(
+    {
+        "name": "sqa3d",
+        "source": {"type": "scannet"},
+        "stages": {
+            "scan_info": {},  # axis alignment and bounds: situation poses need them
+            "scan_objects": {},  # annotated boxes, to link answers to objects afterwards
+            "video": {},  # the first of every 20 frames, 224x224
+            "bev_render": {},  # bird's-eye view by Blender, SQA3D's look
+            "votenet": {},  # 256 object proposals of 128 values (ScanQA's head)
+            "bev_grid": {"extractor": "timm_grid", "of": ["bev_render"], "model": "pvt_v2_b2"},  # MCAN's (49, 512)
+            "clip_grid": {"extractor": "clipbert_grid", "of": ["video"]},  # ClipBERT's (frame, 7, 7, 768)
+        },
+        "tables": {"sqa3d_questions": {}},
+    }
 )
