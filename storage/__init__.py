@@ -6,7 +6,16 @@
 Importing it needs numpy, pyarrow, h5py, deltalake and fsspec; torch only by `storage.torch_data`.
 """
 
-from storage.errors import CacheError, CorruptShard, RecordMissing, SchemaError, StoreNotFound, StoreUnwritable
+from storage.errors import (
+    CacheError,
+    CorruptShard,
+    RecordMissing,
+    SchemaError,
+    StateMismatch,
+    StoreNotFound,
+    StoreUnwritable,
+)
+from storage.lookup import Lookup
 from storage.manifest import Manifest, Row
 from storage.reader import Cache, Join, Records, open, read_record
 from storage.schema import Column, Record, Schema
@@ -18,6 +27,7 @@ __all__ = [
     "Column",
     "CorruptShard",
     "Join",
+    "Lookup",
     "Manifest",
     "Record",
     "RecordMissing",
@@ -26,6 +36,7 @@ __all__ = [
     "Schema",
     "SchemaError",
     "ShardWriter",
+    "StateMismatch",
     "StoreNotFound",
     "StoreUnwritable",
     "open",

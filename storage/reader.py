@@ -296,10 +296,10 @@ class Records(Mapping[str, Record]):
             columns = self._open[number]
         except KeyError:
             columns = self._columns(number)
-        rows = slice(spans[position + 1], spans[position + 2])
+        first, stop = spans[position + 1], spans[position + 2]
         record = {}
         for name, values in columns:  # a comprehension would cost a call
-            record[name] = values[rows]
+            record[name] = values[first:stop]
         return record
 
     def _columns(self, number: int) -> list[tuple[str, Values]]:
