@@ -184,6 +184,7 @@ class Decord:
         self.rotation = reference.rotation
         try:
             self._reader = decord.VideoReader(str(table.path), num_threads=threads())
+            self._shift_s = table.times_s[0] - self._reader.get_frame_timestamp(0)[0]  # decord starts some files at 0
             same = len(self._reader) == len(table) and np.array_equal(self._reader[0].asnumpy(), first)
         except decord.DECORDError as error:
             raise UnsupportedFile(f"{table.path}: decord does not open it; use decoder=pyav") from error
@@ -199,7 +200,7 @@ class Decord:
                 starts = self._reader.get_frame_timestamp(chunk.tolist())[:, 0]
             except decord.DECORDError as error:
                 raise DecodeError(f"{self.index.path}: decord: {str(error).splitlines()[0]}") from error
-            check_times(self.index, chunk, starts)
+            check_times(self.index, chunk, starts + self._shift_s)
             yield from images
 
 

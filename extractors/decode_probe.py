@@ -21,6 +21,16 @@ from extractors.errors import DecodeError, EmptyInput, MissingFile, TruncatedFil
 _HOLD_BYTES = 64 << 20  # packets of a stream up to this size are kept, those of a larger one are read again to decode
 _INDEXED = ("mov", "matroska")  # containers that give each packet its presentation time, and key frames truly
 _ISO_BOXES = {b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide", b"pnot", b"uuid", b"sidx"}
+# Matroska: clusters and block groups; then what may stand in a segment, a cluster and a block group.
+_EBML_PARENTS = {bytes.fromhex(kind) for kind in ("1f43b675", "a0")}
+_EBML_LEAVES = {
+    bytes.fromhex(kind)
+    for kind in (
+        *("114d9b74", "1549a966", "1654ae6b", "1c53bb6b", "1941a469", "1043a770", "1254c367", "ec", "bf"),
+        *("e7", "a3", "a7", "ab", "af", "5854"),
+        *("a1", "a2", "a4", "9b", "fb", "fd", "fa", "75a1", "75a2", "8e", "c8"),
+    )
+}
 _EBML_UNKNOWN = (1 << 56) - 1  # size of an element that was written live
 
 
@@ -179,7 +189,9 @@ def _check_iso(path: Path, file: BinaryIO, size: int) -> None:
             length = size - at
         if kind in _ISO_BOXES:
             _check_end(path, at + length, size)
-        if length < 8:
+        if length < 8 or at + length > size:
+            if b"moof" in kinds:  # fragments are found through the boxes before them
+                raise DecodeError(f"{path}: damaged container at byte {at}; get the file again")
             break  # no box: bytes behind the last one
         kinds.add(kind)
         at += length
@@ -188,12 +200,24 @@ def _check_iso(path: Path, file: BinaryIO, size: int) -> None:
 
 
 def _check_ebml(path: Path, file: BinaryIO, size: int) -> None:
-    """Compare the size of a Matroska or WebM segment with the file's."""
+    """Walk the elements of a Matroska or WebM file: FFmpeg skips over damaged ones, and over the frames in them."""
     file.seek(4)
     header = _ebml_size(file)
     file.seek(header, os.SEEK_CUR)
-    if file.read(4) == b"\x18S\x80g" and (segment := _ebml_size(file)) != _EBML_UNKNOWN:
-        _check_end(path, file.tell() + segment, size)
+    if file.read(4) != b"\x18S\x80g":
+        raise DecodeError(f"{path}: damaged container, no segment follows its header; get the file again")
+    segment = _ebml_size(file)
+    end = size if segment == _EBML_UNKNOWN else file.tell() + segment
+    _check_end(path, end, size)
+    while (at := file.tell()) < end:
+        first = file.read(1)
+        kind = first + file.read(max(8 - first[0].bit_length(), 0))
+        if kind not in _EBML_PARENTS and kind not in _EBML_LEAVES:
+            raise DecodeError(f"{path}: damaged container at byte {at}; get the file again")
+        length = _ebml_size(file)
+        if kind in _EBML_LEAVES:
+            file.seek(length, os.SEEK_CUR)
+            _check_end(path, file.tell(), size)
 
 
 def _ebml_size(file: BinaryIO) -> int:
@@ -222,7 +246,8 @@ def _choose_stream(path: Path, container: Any, stream: int | None) -> Any:
 
 def _read_index(path: Path, container: Any, stream: Any) -> VideoIndex:
     codec, name = stream.codec_context, container.format.name
-    restarts = _restart_rule(codec) if name.startswith(_INDEXED) else _never
+    restarts = _restart_rule(codec)
+    indexed = name.startswith(_INDEXED)
     packets: list[Packet] = []
     held: list[Any] | None = []
     size = 0
@@ -232,6 +257,8 @@ def _read_index(path: Path, container: Any, stream: Any) -> VideoIndex:
     for packet in container.demux(stream):
         if not packet.size:
             continue
+        if packet.is_corrupt:
+            raise DecodeError(f"{path}: damaged container near packet {len(packets)}; get the file again")
         pts = packet.pts
         hidden = codec.name == "vp8" and not memoryview(packet)[0] & 0x10  # an alternate reference, never shown
         if packet.is_keyframe:
@@ -241,11 +268,16 @@ def _read_index(path: Path, container: Any, stream: Any) -> VideoIndex:
         counted |= pts is None and not hidden
         edited |= packet.is_discard
         shown = pts is not None and start is not None and pts >= start and not (hidden or packet.is_discard)
-        packets.append(Packet(pts if shown else None, not packets or (packet.is_keyframe and restarts(packet))))
+        restart = not packets or (indexed and packet.is_keyframe and restarts(memoryview(packet)))
+        packets.append(Packet(pts if shown else None, restart))
         size += packet.size
         if held is not None:
             held.append(packet)
-            held = held if size <= _HOLD_BYTES else None
+            if size > _HOLD_BYTES:
+                held = None
+    indexed_frames = len(stream.index_entries) if name == "avi" else 0  # FFmpeg skips over damaged chunks
+    if len(packets) < indexed_frames:
+        raise DecodeError(f"{path}: damaged container, {len(packets)} of {indexed_frames} frames; get the file again")
     pts_shown = np.sort(np.array([p.pts for p in packets if p.pts is not None], np.int64))
     counted |= len(np.unique(pts_shown)) < len(pts_shown)
     if counted:
@@ -256,32 +288,21 @@ def _read_index(path: Path, container: Any, stream: Any) -> VideoIndex:
     if not len(times_s):
         raise EmptyInput(f"{path}: stream {stream.index} has no frame that can be shown")
     return VideoIndex(
-        path, stream.index, name, codec.name, codec.pix_fmt or "", codec.width, codec.height, pts_shown, times_s,
-        counted, edited, open_gop, tuple(packets), None if held is None else tuple(held),
+        path, stream.index, name, codec.codec.canonical_name, codec.pix_fmt or "", codec.width, codec.height,
+        pts_shown, times_s, counted, edited, open_gop, tuple(packets), None if held is None else tuple(held),
     )  # fmt: skip
 
 
-def _restart_rule(codec: Any) -> Callable[[Any], bool]:
+def _restart_rule(codec: Any) -> Callable[[memoryview], bool]:
     """For the key packets of one stream: does nothing behind it refer to a frame before it?"""
-    if codec.codec.intra_only or codec.name in ("vp8", "vp9", "av1"):
-        return _always
     extradata = codec.extradata or b""
-    if codec.name == "h264" and len(extradata) > 4 and extradata[0] == 1:
-        length, shift, idr = (extradata[4] & 3) + 1, 0, (5,)
-    elif codec.name == "hevc" and len(extradata) > 21 and extradata[0] == 1:
-        length, shift, idr = (extradata[21] & 3) + 1, 1, (19, 20)
-    else:
-        return _never
-    kinds = 0x1F if shift == 0 else 0x3F
-    return lambda packet: any(head >> shift & kinds in idr for head in _nal_heads(memoryview(packet), length))
-
-
-def _always(packet: Any) -> bool:
-    return True
-
-
-def _never(packet: Any) -> bool:
-    return False
+    if codec.codec.intra_only or codec.codec.canonical_name in ("vp8", "vp9", "av1"):
+        return lambda data: True
+    if codec.name == "h264" and len(extradata) > 4 and extradata[0] == 1:  # an IDR slice among its units
+        return lambda data: any(head & 0x1F == 5 for head in _nal_heads(data, (extradata[4] & 3) + 1))
+    if codec.name == "hevc" and len(extradata) > 21 and extradata[0] == 1:
+        return lambda data: any(head >> 1 & 0x3F in (19, 20) for head in _nal_heads(data, (extradata[21] & 3) + 1))
+    return lambda data: False
 
 
 def _nal_heads(data: memoryview, length: int) -> Iterator[int]:
