@@ -17,6 +17,7 @@ from pipelines.job_spec import JobSpec, read_job, unknown
 from pipelines.plan import Options, Plan, plan
 from pipelines.plan_view import as_table, console, items_table, to_json
 from pipelines.stage import Job
+from storage.errors import StoreUnwritable
 from storage.manifest import Manifest
 
 LAYOUTS = {"scannet": "pipelines.make_data.scannet"}  # each has make(out, seed, scenes)
@@ -53,6 +54,8 @@ def prepare(
     job = spec.only(stages or ()).build()
     options = Options(retry_failed, frozenset(force or ()), frozenset(stages or ()), frozenset(items or ()))
     manifest = Manifest(url)
+    if manifest.folder.local and manifest.folder.local.exists() and not manifest.folder.local.is_dir():
+        raise JobError(f"the store {manifest.folder.url} is a file: give a folder with --store")
     made = plan(job, digests_of(job), manifest, options)
     return Ready(job, manifest.folder.url, manifest.snapshot, made)
 
@@ -122,8 +125,12 @@ def run(ready: Ready, runner: str, address: str | None, workers: int | None, max
 
         chosen = LocalRunner()
     summary = execute(ready.job, ready.plan, ready.store, chosen, max_failure_rate=max_failure_rate)
-    run_log.save(ready.store, ready.plan, summary)
     print(summary.text())
+    try:
+        run_log.save(ready.store, ready.plan, summary)
+    except StoreUnwritable:
+        if not summary.error:  # else it has been said
+            raise
     return summary.exit_code
 
 

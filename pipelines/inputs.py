@@ -170,8 +170,9 @@ class StatCache:
                     work(db)
         except (sqlite3.Error, OSError) as error:
             if "not a database" in str(error) or "malformed" in str(error):
-                with suppress(OSError):  # what it remembers can be read again
-                    self.path.unlink()
+                for suffix in ("", "-wal", "-shm"):  # what it remembers can be read again
+                    with suppress(OSError):
+                        os.unlink(f"{self.path}{suffix}")
 
 
 class _Stat(NamedTuple):

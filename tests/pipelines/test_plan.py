@@ -65,7 +65,7 @@ class World:
         return {row["item"]: (row["action"], row["reason"]) for row in table.to_pylist()}
 
     def run(self, result: Callable[[str, str], bytes | None] | None = None, **options: Any) -> None:
-        """Play a run: `result(stage, item)` is the digest of the record, None for a failure; by default of the inputs."""
+        """Play a run: `result(stage, item)` is the digest of the record, None for a failure."""
         made = self.plan(**options)
         outcomes: dict[tuple[str, str], bytes | None] = {}
         for stage in made.stages:

@@ -1,0 +1,384 @@
+"""The command line from outside: what it prints, in which form, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import pipelines.__main__ as command
+import storage
+from pipelines.export import export, file_names
+
+PLY = """ply
+format ascii 1.0
+element vertex 3
+property float x
+property float y
+property float z
+end_header
+0 0 0
+1 0 {z}
+0 1 0
+"""
+JOB = """
+name: rooms
+store: store
+source: {type: folder, root: scans}
+stages:
+  fake: {objects: 4}
+  second: {extractor: fake, of: [fake], objects: 2}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with a job over three scans, the third of which is none."""
+    (tmp_path / "scans").mkdir()
+    for number, name in enumerate("ab"):
+        (tmp_path / "scans" / f"{name}.ply").write_text(PLY.format(z=number))
+    (tmp_path / "scans" / "c.ply").write_text("not a mesh")
+    (tmp_path / "rooms.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SCENECACHE_STORE", raising=False)
+    return tmp_path
+
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Run a verb in this process: exit code, standard output, standard error."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["scenecache", *argv])
+        with pytest.raises(SystemExit) as ended:
+            command.main()
+        code = ended.value.code
+        done = capsys.readouterr()
+        return (code if isinstance(code, int) else int(code is not None)), done.out, done.err
+
+    return run
+
+
+def object_of(output: str) -> dict[str, Any]:
+    """Standard output is one JSON object and nothing else."""
+    value: dict[str, Any] = json.loads(output)
+    assert output.count("\n") == 1
+    return value
+
+
+def actions(plan: dict[str, Any]) -> dict[str, dict[str, int]]:
+    return {
+        stage["stage"]: {f"{line['action']}: {line['reason']}": line["items"] for line in stage["lines"]}
+        for stage in plan["stages"]
+    }
+
+
+def test_help_names_every_verb_and_loads_nothing_heavy() -> None:
+    code = "import sys, pipelines.__main__; print([m for m in ('torch', 'numpy', 'pyarrow', 'ray', 'pydantic', 'yaml', "
+    code += "'storage', 'bpy', 'cv2', 'apache_beam') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-m", "pipelines", "--help"], capture_output=True, text=True, check=True)
+    for verb in ["demo", "plan", "run", "status", "failures", "show", "verify", "gc", "export", "make-data", "doctor"]:
+        assert verb in done.stdout
+
+
+def test_a_run_prints_its_plan_and_ends_with_3_for_a_failure(call: Call) -> None:
+    code, out, err = call("run", "rooms.yaml")
+    assert code == 3
+    assert out.index("compute") < out.index("snapshot")
+    assert "fake c: UnsupportedFile" in err
+    code, out, _ = call("run", "rooms.yaml")
+    assert code == 3
+    assert "--retry-failed" in out
+
+
+def test_a_run_without_failures_ends_with_0(call: Call, folder: Path) -> None:
+    (folder / "scans" / "c.ply").unlink()
+    assert call("run", "rooms.yaml")[0] == 0
+    assert call("run", "rooms.yaml")[0] == 0
+
+
+def test_a_changed_setting_is_planned_and_run_and_only_what_it_touches(call: Call) -> None:
+    call("run", "rooms.yaml")
+    plan = object_of(call("plan", "rooms.yaml", "second.objects=3", "--json")[1])
+    assert actions(plan) == {
+        "fake": {"reuse: unchanged": 2, "skip: failed before": 1},
+        "second": {"compute: settings changed: objects 2 -> 3": 2, "skip: upstream failed": 1},
+    }
+    assert plan["totals"] == {"reuse": 2, "compute": 2, "maybe": 0, "skip": 2}
+    call("run", "rooms.yaml", "second.objects=3")
+    assert storage.open("store")["second"]["a"]["index"].tolist() == [0, 1, 2]
+    assert call("plan", "rooms.yaml")[1].count("earlier run") == 1
+
+
+def test_a_changed_input_is_noticed(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    (folder / "scans" / "a.ply").write_text(PLY.format(z=9))
+    (folder / "scans" / "c.ply").write_text(PLY.format(z=2))
+    plan = object_of(call("plan", "rooms.yaml", "--json", "--list")[1])
+    rows = {row["item"]: (row["action"], row["reason"]) for row in plan["stages"][0]["items"]}
+    assert rows == {
+        "a": ("compute", "input changed"),
+        "b": ("reuse", "unchanged"),
+        "c": ("compute", "input changed"),
+    }
+    assert call("run", "rooms.yaml")[0] == 0
+
+
+def test_a_missing_shard_is_named_and_made_again(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    before = storage.open("store")["fake"]["a"]["feature"].copy()
+    for shard in (folder / "store" / "fake").iterdir():
+        shard.unlink()
+    plan = object_of(call("plan", "rooms.yaml", "--json")[1])
+    assert actions(plan)["fake"] == {"compute: missing shard": 2, "skip: failed before": 1}
+    call("run", "rooms.yaml")
+    np.testing.assert_array_equal(storage.open("store")["fake"]["a"]["feature"], before)
+
+
+def test_a_changed_byte_is_found_by_deep_verify_and_made_again(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    assert call("verify", "--deep")[0] == 0
+    shard = next((folder / "store" / "fake").iterdir())
+    data = bytearray(shard.read_bytes())
+    data[data.index(storage.open("store")["fake"]["a"]["feature"].tobytes())] ^= 1
+    shard.write_bytes(data)
+    code, out, _ = call("verify", "--deep", "--json")
+    assert code == 3
+    assert [fault["item"] for fault in object_of(out)["faults"]] == ["a"]
+    plan = object_of(call("plan", "rooms.yaml", "--json")[1])
+    assert actions(plan)["fake"] == {"compute: corrupt": 1, "reuse: unchanged": 1, "skip: failed before": 1}
+    call("run", "rooms.yaml")
+    assert call("verify", "--deep")[0] == 0
+
+
+def test_force_stage_item_and_retry_narrow_or_widen_the_work(call: Call) -> None:
+    call("run", "rooms.yaml")
+    plan = object_of(call("plan", "rooms.yaml", "--force", "fake", "--item", "a", "--json")[1])
+    assert actions(plan) == {"fake": {"compute: forced": 1}, "second": {"maybe: upstream changed": 1}}
+    plan = object_of(call("plan", "rooms.yaml", "--stage", "fake", "--retry-failed", "--json")[1])
+    assert actions(plan) == {"fake": {"reuse: unchanged": 2, "compute: failed before": 1}}
+
+
+def test_reading_verbs_give_text_and_one_json_object(call: Call) -> None:
+    call("run", "rooms.yaml")
+    status = object_of(call("status", "--json")[1])
+    assert [(s["stage"], s["ok"], s["failed"], s["elements"]) for s in status["stages"]] == [
+        ("fake", 2, 1, 8),
+        ("second", 2, 0, 4),
+    ]
+    assert "second" in call("status")[1]
+    failures = object_of(call("failures", "--json")[1])["failures"]
+    assert [(f["stage"], f["item"], f["error_class"]) for f in failures] == [("fake", "c", "UnsupportedFile")]
+    assert "not a PLY file" in call("failures", "--stage", "fake")[1]
+    shown = object_of(call("show", "fake", "a", "--json")[1])
+    assert [(c["name"], c["dtype"], c["shape"]) for c in shown["columns"]] == [
+        ("feature", "float16", [4, 16]),
+        ("index", "int32", [4]),
+    ]
+    assert shown["recipe"]["settings"]["objects"] == 4
+    assert "feature" in call("show", "fake", "a")[1]
+    assert "UnsupportedFile" in call("show", "fake", "c")[1]
+    assert object_of(call("gc", "--dry-run", "--json")[1])["removed"] == {}
+    assert "0 files would be removed" in call("gc", "--dry-run")[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["plan", "rooms"], "unknown job 'rooms'"),
+        (["plan", "none.yaml"], "can't read the job none.yaml"),
+        (["plan", "rooms.yaml", "fake.object=3"], "did you mean objects?"),
+        (["plan", "rooms.yaml", "source.root=nowhere"], "nowhere: no such folder"),
+        (["plan", "rooms.yaml", "--stage", "fak"], "did you mean fake?"),
+        (["plan", "rooms.yaml", "--force", "fak"], "no stage fak"),
+        (["plan", "rooms.yaml", "--item", "z"], "no item 'z'"),
+        (["run", "rooms.yaml", "--runner", "roy"], "did you mean ray?"),
+        (["run", "rooms.yaml", "--workers", "2"], "--workers needs --runner ray"),
+        (["status"], "no store at"),
+        (["show", "fake", "a"], "no store at"),
+        (["export", "fake", "out", "--format", "csv"], "unknown format 'csv'"),
+        (["make-data", "scanet", "out"], "did you mean scannet?"),
+        (["doctor", "--checkpoint", "none.pth"], "none.pth"),
+        (["frobnicate"], "No such command"),
+        (["plan"], "Missing argument"),
+    ],
+)
+def test_what_a_user_can_mend_is_said_without_a_traceback_and_exits_2(call: Call, argv: list[str], text: str) -> None:
+    code, _, err = call(*argv)
+    assert code == 2
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_unknown_stages_and_items_of_a_store_name_near_ones(call: Call) -> None:
+    call("run", "rooms.yaml")
+    for argv in (["show", "fak", "a"], ["failures", "--stage", "fak"], ["export", "fak", "out"]):
+        code, _, err = call(*argv)
+        assert code == 2
+        assert "fake" in err
+    assert call("show", "fake", "z")[0] == 2
+
+
+def test_the_store_is_taken_from_the_option_then_the_environment(
+    call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call("run", "rooms.yaml", "--store", "one")
+    monkeypatch.setenv("SCENECACHE_STORE", str(folder / "two"))
+    call("run", "rooms.yaml")
+    assert sorted(p.name for p in folder.iterdir() if (p / "manifest").exists()) == ["one", "two"]
+
+
+def test_a_store_that_is_a_file_is_refused(call: Call, folder: Path) -> None:
+    (folder / "store").write_text("in the way")
+    code, _, err = call("run", "rooms.yaml")
+    assert code == 2
+    assert f"{folder / 'store'} is a file" in err
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").is_dir(), reason="needs a file system that nobody can write to")
+def test_a_store_that_cannot_be_written_is_said_and_exits_1(call: Call) -> None:
+    code, out, err = call("run", "rooms.yaml", "--store", "/sys/kernel/store")
+    assert code == 1
+    assert "/sys/kernel/store" in out + err
+    assert "Traceback" not in err
+
+
+def test_exported_files_hold_the_records(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    expected = storage.open("store")["fake"]["b"]
+    for form in ("npz", "hdf5", "parquet"):
+        listed = object_of(call("export", "fake", form, "--format", form, "--json")[1])["files"]
+        assert listed == json.loads((folder / form / "keys.json").read_text())
+        assert sorted(listed) == ["a", "b"]
+        path = folder / form / listed["b"]
+        if form == "npz":
+            found = dict(np.load(path, allow_pickle=False))
+        elif form == "hdf5":
+            with h5py.File(path) as file:
+                found = {name: np.array(data) for name, data in file.items()}
+        else:
+            columns = pq.read_table(path).to_pydict()
+            found = {name: np.array(values, expected[name].dtype) for name, values in columns.items()}
+        assert found.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array)
+    assert list(object_of(call("export", "fake", "one", "--item", "a", "--column", "index", "--json")[1])["files"]) == [
+        "a"
+    ]
+    assert list(np.load(folder / "one" / "a.npz")) == ["index"]
+
+
+def test_an_export_that_does_not_fit_leaves_no_file(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    code, _, err = call("export", "fake", "out", "--format", "mp4")
+    assert code == 2
+    assert "needs a column 'frame'" in err
+    assert list((folder / "out").iterdir()) == []
+    code, _, err = call("export", "fake", "out", "--item", "c")
+    assert code == 2
+    assert "UnsupportedFile" in err
+
+
+def test_text_bytes_and_lists_are_exported_without_pickle(tmp_path: Path) -> None:
+    schema = storage.Schema(
+        {
+            "text": storage.Column((), "string"),
+            "image": storage.Column((), "bytes"),
+            "ids": storage.Column((None,), "int32"),
+        },
+        element="view",
+    )
+    record = {
+        "text": np.array(["ä", "", "c d"], object),
+        "image": np.array([b"\x89PNG\r\n\x1a\n\0", b"", b"x\0"], object),
+        "ids": np.array([np.array([1, 2], np.int32), np.array([], np.int32), np.array([3], np.int32)], object),
+    }
+    writer = storage.ShardWriter(str(tmp_path / "store"), "views", schema)
+    row = storage.Row("views", "a/b", bytes(16), bytes(16), "0" * 32, "ok")
+    writer.add(row, record)
+    storage.Manifest(str(tmp_path / "store")).commit(writer.flush())
+    records = storage.open(str(tmp_path / "store"))["views"]
+    for form in ("npz", "hdf5", "parquet"):
+        name = export(records, tmp_path / form, form)["a/b"]
+        path = tmp_path / form / name
+        if form == "parquet":
+            columns = pq.read_table(path).to_pydict()
+            assert columns == {
+                n: [v.tolist() if isinstance(v, np.ndarray) else v for v in c] for n, c in record.items()
+            }
+            continue
+        if form == "npz":
+            found = dict(np.load(path, allow_pickle=False))
+            texts = found["text"].tolist()
+        else:
+            with h5py.File(path) as file:
+                found = {n: np.array(d) for n, d in file.items()}
+                texts = file["text"].asstr()[:].tolist()
+        assert texts == record["text"].tolist()
+        for column in ("image", "ids"):
+            offsets = found[f"{column}_offsets"]
+            parts = [found[column][first:end] for first, end in pairwise(offsets)]
+            for part, value in zip(parts, record[column], strict=True):
+                assert bytes(part) == value if column == "image" else part.tolist() == value.tolist()
+
+
+def test_file_names_are_safe_and_different_for_any_keys() -> None:
+    keys = ["scene0000_00", "Scene0000_00", "a/b", "a b", "..", ".hidden", "ü", "x" * 300, "con.txt"]
+    names = file_names(keys, ".npz")
+    assert names["scene0000_00"] == "scene0000_00.npz"
+    assert len({name.lower() for name in names.values()}) == len(keys)
+    for name in names.values():
+        assert name.isascii()
+        assert not set(name) & set("/\\: ")
+        assert not name.startswith(".")
+        assert len(name) < 120
+
+
+def test_doctor_says_what_works_and_exits_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines import doctor
+
+    good = doctor._tried("x", "print('noise'); print(6 * 7)", 20, lambda out: doctor.Finding("x", "ok", out))
+    assert (good.state, good.text) == ("ok", "42")
+    died = doctor._tried("x", "import os; os.abort()", 20, lambda out: doctor.Finding("x", "ok", out))
+    assert died.state == "broken"
+    assert "killed by signal 6" in died.text
+    hung = doctor._tried("x", "import time; time.sleep(60)", 0.2, lambda out: doctor.Finding("x", "ok", out))
+    assert (hung.state, hung.text) == ("broken", "no answer within 0 s")
+    absent = doctor._tried("x", "", 1, lambda out: doctor.Finding("x", "ok", out), needs="no-such-package")
+    assert absent.state == "missing"
+    monkeypatch.setattr(doctor, "examine", lambda store: iter([good, absent]))
+    assert doctor.main(None, None, as_json=True) == 0
+    monkeypatch.setattr(doctor, "examine", lambda store: iter([good, died]))
+    assert doctor.main(None, None, as_json=True) == 1
+
+
+def test_doctor_reports_disk_and_packages(tmp_path: Path) -> None:
+    from pipelines import doctor
+
+    found = {finding.name: finding for finding in doctor._disk(str(tmp_path / "not" / "yet" / "there"))}
+    assert str(tmp_path) in found["disk of the store"].text
+    assert doctor._packages("core", ("numpy",)).state == "ok"
+    lacking = doctor._packages("extract", ("numpy", "no-such-package"))
+    assert lacking.state == "missing"
+    assert "pip install" in lacking.hint
+
+
+def test_a_long_reason_is_printed_whole(call: Call) -> None:
+    call("run", "rooms.yaml")
+    out = call("plan", "rooms.yaml", "fake.objects=5", "fake.width=32", "fake.scale=2")[1]
+    assert "settings changed: objects 4 -> 5, scale 1.0 -> 2.0, width 16 -> 32" in out

@@ -1,0 +1,204 @@
+"""Jobs in YAML and Python: what is wrong is named, with its neighbours, all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+
+from extractors.base import Extractor, Weights
+from extractors.fake import Fake
+from pipelines.errors import JobError
+from pipelines.job_spec import EXTRACTORS, SOURCES, TABLES, JobSpec, SourceSpec, StageSpec, read_job
+from pipelines.sources.folder import Folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network(Extractor):
+    name: ClassVar[str] = "network"
+    takes: ClassVar[tuple[str, ...]] = ("scan",)
+    batch: ClassVar[int] = 4
+    weights: Weights
+    proposals: int = 256
+    scale: float = 1.0
+    color: Literal["exact", "legacy"] = "exact"
+    flip: bool = False
+    size: int | None = 224
+    levels: tuple[int, ...] = (2, 3)
+    label: str = ""
+    table: Path | None = None
+
+
+SPEC = JobSpec(
+    name="job",
+    source=SourceSpec(type=Folder, root="scans"),
+    stages={"network": StageSpec(extractor=Network), "fake": StageSpec(extractor=Fake, of=("network",))},
+)
+
+
+def network(*overrides: str) -> Network:
+    extractor = SPEC.override(["network.weights=untrained:0", *overrides]).build().stages[0].extractor
+    assert isinstance(extractor, Network)
+    return extractor
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def save(text: str) -> Path:
+        path = tmp_path / "rooms.yaml"
+        path.write_text(text)
+        return path
+
+    return save
+
+
+GOOD = """
+source: {type: folder, root: scans}
+stages:
+  fake: {objects: 4}
+  more: {extractor: fake, of: [fake], batch: 3}
+"""
+
+
+def test_a_yaml_job_becomes_stages(write: Callable[[str], Path]) -> None:
+    path = write(GOOD)
+    job = read_job(path).build()
+    assert job.name == "rooms"
+    assert job.source == Folder(path.parent / "scans")
+    assert [(stage.name, stage.of, stage.batch) for stage in job.stages] == [
+        ("fake", ("scan",), 1),
+        ("more", ("fake",), 3),
+    ]
+    assert job.stages[0].extractor == Fake(objects=4)
+
+
+def test_a_wrong_setting_names_its_neighbours(write: Callable[[str], Path]) -> None:
+    with pytest.raises(JobError, match=r"fake: unknown setting 'object'; did you mean objects\?"):
+        read_job(write(GOOD.replace("objects", "object"))).build()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("stages:", "stage:", r"unknown key 'stage'; did you mean stages"),
+        ("extractor: fake", "extractor: fakes", r"unknown stage more: extractor 'fakes'; did you mean fake\?"),
+        ("type: folder", "type: folders", r"unknown source 'folders'; did you mean folder\?"),
+        ("batch: 3", "batch: 0", r"stages.more.batch: .*greater than or equal to 1"),
+        ("of: [fake]", "of: [fakes]", r"stage more takes unknown input 'fakes'; did you mean fake\?"),
+        ("of: [fake]", "of: [fake, fake]", r"fake takes \('scan',\), 'of' gives"),
+        ("objects: 4", "objects: four", r"fake.objects = 'four': .*valid integer"),
+        ("{objects: 4}", "4", r"expected settings as `key: value`, this is 4"),
+        ("more:", "fake:", r"key 'fake' is given twice"),
+        ("stages:", "stages: {", r"is not YAML"),
+        (GOOD, "- a list", r"expected keys name, source, stages; found list"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(write: Callable[[str], Path], old: str, new: str, text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        read_job(write(GOOD.replace(old, new))).build()
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"can't read the job .*none.yaml: No such file"):
+        read_job(tmp_path / "none.yaml")
+
+
+def test_paths_in_a_file_are_relative_to_it_and_in_overrides_to_here(write: Callable[[str], Path]) -> None:
+    spec = read_job(write("store: features\n" + GOOD))
+    folder = Path(str(spec.store)).parent
+    assert folder == write(GOOD).parent
+    assert spec.override(["source.root=here"]).build().source == Folder(Path("here"))
+    assert spec.override(["store=s3://bucket/features"]).store == "s3://bucket/features"
+
+
+def test_everything_that_is_wrong_is_listed_at_once() -> None:
+    with pytest.raises(JobError) as caught:
+        SPEC.override(["network.proposal=3", "fake.objects=x", "fake.width=y"]).build()
+    for text in ("unknown setting 'proposal'", "network.weights is not set", "fake.objects = 'x'", "fake.width = 'y'"):
+        assert text in str(caught.value)
+
+
+def test_unset_weights_are_asked_for() -> None:
+    with pytest.raises(JobError, match=r"network.weights is not set: give a checkpoint file, or untrained:0"):
+        SPEC.build()
+
+
+def test_overrides_take_the_type_of_their_setting() -> None:
+    assert network().weights == Weights("untrained:0")
+    assert network("network.proposals=128").proposals == 128
+    assert network("network.scale=1e-3").scale == 0.001
+    assert network("network.color=legacy").color == "legacy"
+    assert network("network.flip=true").flip is True
+    assert network("network.size=none").size is None
+    assert network("network.levels=4,5").levels == (4, 5)
+    assert network("network.levels=[4]").levels == (4,)
+    assert network("network.label=007").label == "007"
+    assert network("network.label=a=b").label == "a=b"
+    assert network("network.table=x.csv").table == Path("x.csv")
+
+
+def test_an_override_can_say_how_a_stage_runs() -> None:
+    job = SPEC.override(["network.weights=untrained:0", "network.batch=8", "fake.of=scan", "network.gpus=0.5"]).build()
+    assert (job.stages[0].batch, job.stages[0].gpus, job.stages[1].of) == (8, 0.5, ("scan",))
+
+
+def test_an_override_leaves_the_job_as_it_was() -> None:
+    SPEC.override(["network.proposals=1", "store=x"])
+    assert (SPEC.stages["network"].settings, SPEC.store) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("network.proposals", "expected STAGE.SETTING=VALUE"),
+        ("proposals=3", "expected STAGE.SETTING=VALUE"),
+        ("net.proposals=3", r"unknown stage 'net'; did you mean network\?"),
+        ("network.levels=[1", "is not YAML"),
+        ("network.batch=many", "batch: .*valid integer"),
+        ("network.color=old", r"network.color = 'old': .*'exact' or 'legacy'"),
+    ],
+)
+def test_a_wrong_override_is_refused(override: str, text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        SPEC.override([override, "network.weights=untrained:0"]).build()
+
+
+def test_a_part_of_a_job_keeps_what_feeds_it_and_needs_no_more() -> None:
+    spec = JobSpec(
+        name="job",
+        source=SourceSpec(type=Folder, root="scans"),
+        stages={
+            "first": StageSpec(extractor=Fake),
+            "network": StageSpec(extractor=Network),
+            "last": StageSpec(extractor=Fake, of=("first",)),
+        },
+    )
+    assert [stage.name for stage in spec.only(["last"]).build().stages] == ["first", "last"]
+    with pytest.raises(JobError, match=r"unknown stage 'lost'; did you mean last\?"):
+        spec.only(["lost"])
+
+
+@pytest.mark.parametrize("known", [EXTRACTORS, SOURCES, TABLES], ids=["extractors", "sources", "tables"])
+def test_every_name_that_yaml_takes_leads_to_a_class_of_that_name(known: dict[str, tuple[str, str]]) -> None:
+    import importlib
+
+    for name, (module, attribute) in known.items():
+        assert getattr(importlib.import_module(module), attribute).name == name
+
+
+def test_the_sqa3d_job_asks_for_what_it_needs_and_builds_with_it(tmp_path: Path) -> None:
+    from pipelines.jobs import JOBS
+
+    job = JOBS["sqa3d"]
+    with pytest.raises(JobError) as caught:
+        job.build()
+    wanted = ("source.root", "sqa3d_questions.root", "votenet.weights", "bev_grid.weights", "clip_grid.weights")
+    for name in wanted:
+        assert f"{name} is not set" in str(caught.value)
+    given = [f"{name}={tmp_path if name.endswith('root') else 'untrained:0'}" for name in wanted]
+    built = job.override(given).build()
+    assert [stage.name for stage in built.stages] == list(job.stages)
+    assert [table.name for table in built.tables] == ["sqa3d_questions"]
