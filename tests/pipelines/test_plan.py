@@ -323,3 +323,29 @@ def test_nothing_is_estimated_without_a_past() -> None:
 def test_setting_differences_are_readable(old: dict[str, Any], new: dict[str, Any], text: str) -> None:
     recipes = [{"extractor": "e", "version": 1, "settings": settings, "weights": {}} for settings in (old, new)]
     assert recipe_change(*recipes) == text
+
+
+def test_an_upstream_that_gives_an_earlier_content_brings_the_earlier_record_back() -> None:
+    world = World()
+    contents = {256: b"1" * 16, 128: b"2" * 16, 64: b"1" * 16}
+    for proposals, content in contents.items():
+        world.use(Points(proposals=proposals), Grid())
+        if proposals == 64:
+            decision = world.plan()["grid"].decide(0, {"points": content})
+            assert (decision.action, decision.reason) == ("reuse", "earlier run")
+            assert decision.commit == decision.row == world.history.of("grid", "a")[1]
+        world.run(lambda stage, item, content=content: content if stage == "points" else b"grid of " + content[:8])
+    assert world.history.of("grid", "a")[0].digest == b"grid of " + b"1" * 8
+    assert world.plan().idle
+
+
+def test_going_back_to_settings_that_failed_shows_the_failure_again() -> None:
+    world = World()
+    world.run(lambda stage, item: None)
+    world.use(Points(proposals=128), Grid())
+    world.run()
+    world.use(Points(), Grid())
+    assert world.says("points")["a"] == ("skip", "failed before")
+    world.run()
+    assert [world.history.of(stage, "a")[0].status for stage in ("points", "grid")] == ["failed", "failed"]
+    assert world.plan().idle
