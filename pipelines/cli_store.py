@@ -139,6 +139,9 @@ def _range(array: np.ndarray) -> dict[str, Any]:
     if not finite.size:
         return {"sample": "no finite value", "finite": 0}
     low, high = finite.min().item(), finite.max().item()
+    if array.size <= 8:
+        few = [str(value) if array.dtype.kind in "iu" else f"{value:.4g}" for value in array.flat]
+        return {"sample": ", ".join(few), "min": low, "max": high, "finite": int(finite.size)}
     text = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
     if finite.size < array.size:
         text += f", {array.size - finite.size} not finite"

@@ -36,7 +36,7 @@ def as_table(plan: Plan, store: str) -> Table:
         if last and line.stage != last:
             table.add_section()
         guess = "" if line.action == "reuse" else "~"
-        work = "" if line.action in ("reuse", "skip") else "?" if line.seconds is None else f"~{span(line.seconds)}"
+        work = "" if line.action in ("reuse", "skip") else "?" if line.seconds is None else _about(line.seconds)
         table.add_row(
             "" if line.stage == last else line.stage,
             f"[{_STYLES[line.action]}]{line.action}[/]",
@@ -86,12 +86,12 @@ def to_json(plan: Plan, every: bool = False) -> dict[str, Any]:
 
 
 def totals_text(lines: list[PlanLine]) -> str:
-    """`12 reuse, 3 compute; about 4 min of work`."""
+    """`12 reuse, 3 compute; ~4 min 5 s of work of one worker`."""
     counts = {action: sum(line.items for line in lines if line.action == action) for action in _STYLES}
     text = ", ".join(f"{count:,} {action}" for action, count in counts.items() if count) or "nothing"
     todo = [line.seconds for line in lines if line.action in ("compute", "maybe")]
     if todo and None not in todo:
-        text += f"; about {span(sum(seconds or 0 for seconds in todo))} of work of one worker"
+        text += f"; {_about(sum(seconds or 0 for seconds in todo))} of work of one worker"
     return text
 
 
@@ -102,6 +102,10 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} TB"
+
+
+def _about(seconds: float) -> str:
+    return f"~{span(seconds)}" if seconds >= 1 else "<1 s"
 
 
 def _untrained(stage: StagePlan) -> bool:
