@@ -15,12 +15,14 @@ import contextlib
 import importlib.util
 import io
 import logging
+import multiprocessing
 import os
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -194,17 +196,16 @@ class HuggingFace(Peer):
 
     def __init__(self, folder: Path, records: list[np.ndarray]) -> None:
         import datasets
+        import pyarrow as pa
 
         datasets.disable_progress_bars()
-        length = OBJECTS * DIM if len({len(record) for record in records}) == 1 else -1
-        features = datasets.Features({"x": datasets.List(datasets.Value("float16"), length=length)})
-
-        def rows() -> Iterable[dict[str, np.ndarray]]:
-            for record in records:
-                yield {"x": record.ravel()}
-
-        made = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(folder / "cache"))
-        made.save_to_disk(folder / "saved")
+        lengths = [record.size for record in records]
+        values = pa.array(np.concatenate(records).ravel())
+        if len(set(lengths)) == 1:
+            column = pa.FixedSizeListArray.from_arrays(values, lengths[0])
+        else:
+            column = pa.LargeListArray.from_arrays(np.cumsum([0, *lengths]), values)
+        datasets.Dataset(pa.table({"x": column})).save_to_disk(folder / "saved")
         self.dataset = datasets.load_from_disk(folder / "saved")
 
     def reader(self) -> Read:
@@ -260,6 +261,11 @@ class Lance(Peer):
         return get_safe_loader(dataset, batch_size=BATCH, num_workers=WORKERS, shuffle=True, collate_fn=pad_bytes)
 
 
+def some_objects(rng: np.random.Generator, count: int) -> np.ndarray:
+    """(count, DIM) float16: any bits that are a finite number, which are quick to draw."""
+    return rng.integers(0, 0x7C00, (count, DIM), np.uint16).view(np.float16)
+
+
 def owned(array: np.ndarray) -> np.ndarray:
     """The array itself where its memory is its own to change, else a copy."""
     base = array
@@ -268,68 +274,64 @@ def owned(array: np.ndarray) -> np.ndarray:
     return array if base.flags.owndata and array.flags.writeable else np.array(array)
 
 
+SOURCES: dict[str, Any] = {"ours": Ours, "memmap": Memmap, "npz": Npz}
 PEERS: dict[str, Any] = {"litdata": LitData, "mosaicml-streaming": Mosaic, "datasets": HuggingFace, "pylance": Lance}
+
+
+def quiet() -> None:
+    """Keep the peers' messages out of the output."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    os.environ |= {"LANCE_LOG": "error", "HF_HUB_OFFLINE": "1", "RUST_LOG": "error"}
 
 
 def main() -> None:
     options = harness.options(__doc__)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    os.environ |= {"LANCE_LOG": "error", "HF_HUB_OFFLINE": "1", "RUST_LOG": "error"}
+    quiet()
     count, reads, repeats = (4000, 500, 5) if options.quick else (8000, 2000, 11)
     peers = {name: peer for name, peer in PEERS.items() if importlib.util.find_spec(peer.module)}
     missing = sorted(PEERS.keys() - peers)
     if missing:
         print(f"not installed, so not compared: {', '.join(missing)} (pip install -e '.[bench]')", file=sys.stderr)
-    rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="scenecache-read-") as folder:
-        by_key, by_key_figures = random_reads(Path(folder) / "key", rng, count, reads, repeats, peers)
-        epoch, epoch_figures = epochs(Path(folder) / "epoch", rng, count, 3 if options.quick else 7, peers)
+        by_key, by_key_figures = random_reads(Path(folder) / "key", count, reads, repeats, peers)
+        epoch, epoch_figures = epochs(Path(folder) / "epoch", count // 2, 3 if options.quick else 7, peers)
     figures = {
-        "records": count, **by_key_figures, **epoch_figures,
+        "records_by_key": count, "records_an_epoch": count // 2, **by_key_figures, **epoch_figures,
         "peers": harness.versions(*PEERS), "peers_missing": missing,
     }  # fmt: skip
     harness.emit("read", by_key | epoch, figures)
 
 
 def random_reads(
-    folder: Path, rng: np.random.Generator, count: int, reads: int, repeats: int, peers: dict[str, Any]
+    folder: Path, count: int, reads: int, repeats: int, peers: dict[str, Any]
 ) -> tuple[dict[str, float], dict[str, Any]]:
+    """Each reader has a process of its own, so that the threads which some of them start disturb nobody else."""
     print("by random key", file=sys.stderr)
-    records = [rng.standard_normal((OBJECTS, DIM), np.float32).astype(np.float16) for _ in range(count)]
-    indices = rng.integers(0, count, reads).tolist()
-    few = indices[: max(reads // 20, 50)]  # where a read takes long, fewer of them
-
-    def rows_of(name: str) -> list[int]:
-        return [i % NPZ_FILES for i in few] if name == "npz" else few if name == "pylance" else indices
-
-    readers = {}
-    for name, make in {"ours": Ours, "memmap": Memmap, "npz": Npz, **peers}.items():
+    context = multiprocessing.get_context("spawn")
+    pipes, children = {}, []
+    for name in ("ours", "memmap", "npz", *peers):
         (folder / name).mkdir(parents=True)
-        source = make(folder / name, records)
-        readers[name] = source.reader()
-        if name == "datasets":
-            readers["datasets, arrow by hand"] = source.by_hand()
-    for name, read in readers.items():
-        for i in rows_of(name)[:20]:
-            array = read(i)
-            if not np.array_equal(array, records[i]) or array.dtype != np.float16 or not array.flags.writeable:
-                raise SystemExit(f"{name} does not give record {i} as an owned float16 array")
+        pipes[name], theirs = context.Pipe()
+        children.append(context.Process(target=serve, args=(theirs, name, folder / name, count, reads)))
+        children[-1].start()
+        theirs.close()
+        pipes[name].recv()  # it has written its files: one after the other, none while another is timed
 
-    def timed(read: Read, which: list[int]) -> Callable[[], float]:
+    def ask(name: str, by_hand: bool = False) -> Callable[[], float]:
         def run() -> float:
-            start = time.perf_counter()
-            for i in which:
-                read(i)
-            return (time.perf_counter() - start) / len(which)
+            pipes[name].send(by_hand)
+            return float(pipes[name].recv())
 
         return run
 
-    for name, read in readers.items():  # so that the pages of mapped files are in this process, as in a second epoch
-        for i in rows_of(name):
-            read(i)
-    runs = {name: timed(read, rows_of(name)) for name, read in readers.items()}
+    runs = {name: ask(name) for name in pipes}
+    if "datasets" in pipes:
+        runs["datasets, arrow by hand"] = ask("datasets", by_hand=True)
     seconds = harness.compare(runs, repeats)
+    for pipe, child in zip(pipes.values(), children, strict=True):
+        pipe.close()
+        child.join()
     ratios = {
         "ours_vs_memmap": seconds["memmap"] / seconds["ours"],
         "ours_vs_npz": seconds["npz"] / seconds["ours"],
@@ -339,12 +341,37 @@ def random_reads(
     return ratios, {"read_us": {name: s * 1e6 for name, s in seconds.items()}}
 
 
-def epochs(
-    folder: Path, rng: np.random.Generator, count: int, repeats: int, peers: dict[str, Any]
-) -> tuple[dict[str, float], dict[str, Any]]:
+def serve(pipe: Connection, name: str, folder: Path, count: int, reads: int) -> None:
+    """Write the records and check what is read, then time a round of reads whenever asked; answers seconds a read."""
+    quiet()
+    rng = np.random.default_rng(0)
+    records = [some_objects(rng, OBJECTS) for _ in range(count)]
+    indices = rng.integers(0, count, reads).tolist()
+    if name in ("npz", "pylance"):  # where a read takes long, fewer of them
+        indices = [i % NPZ_FILES if name == "npz" else i for i in indices[: max(reads // 20, 50)]]
+    source = (SOURCES | PEERS)[name](folder, records)
+    readers = [source.reader()] + ([source.by_hand()] if name == "datasets" else [])
+    for read in readers:
+        for i in indices:  # all of them, so that the pages of mapped files are in this process, as in a second epoch
+            array = read(i)
+            if not np.array_equal(array, records[i]) or array.dtype != np.float16 or not array.flags.writeable:
+                raise SystemExit(f"{name} does not give record {i} as an owned float16 array")
+    del records
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            read = readers[pipe.recv()]
+            start = time.perf_counter()
+            for i in indices:
+                read(i)
+            pipe.send((time.perf_counter() - start) / len(indices))
+
+
+def epochs(folder: Path, count: int, repeats: int, peers: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
     print(f"epoch of {count} records", file=sys.stderr)
+    rng = np.random.default_rng(1)
     counts = rng.integers(20, OBJECTS + 1, count)
-    records = [rng.standard_normal((n, DIM), np.float32).astype(np.float16) for n in counts]
+    records = [some_objects(rng, n) for n in counts]
     total = int(counts.sum())
     runs: dict[str, Callable[[], None]] = {}
 
