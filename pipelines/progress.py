@@ -23,7 +23,10 @@ class Progress:
         self._total = dict(totals)
         self._done = dict.fromkeys(totals, 0)
         self._failed = dict.fromkeys(totals, 0)
-        self._first: dict[str, float] = {}
+        self._first: dict[
+            str, tuple[float, int]
+        ] = {}  # when results first came, and how many then: rates count from there
+        self._said: dict[str, tuple[int, int]] = {}  # what the last plain line of a stage told
         self._printed = time.monotonic()
         self._bars: Any = None
         self._ids: dict[str, Any] = {}
@@ -58,10 +61,10 @@ class Progress:
 
     def update(self, stage: str, made: int = 0, failed: int = 0, dropped: int = 0) -> None:
         """Count items of a stage: made, failed, or found to need no work."""
-        if made or failed:
-            self._first.setdefault(stage, time.monotonic())
         self._done[stage] += made
         self._failed[stage] += failed
+        if made or failed:
+            self._first.setdefault(stage, (time.monotonic(), self._done[stage] + self._failed[stage]))
         self._total[stage] -= dropped
         if self._bars and stage in self._ids:
             finished = self._done[stage] + self._failed[stage]
@@ -81,13 +84,17 @@ class Progress:
     def _lines(self) -> None:
         self._printed = time.monotonic()
         for stage in self._first:
-            print(f"{stage}: {self._counts(stage)}", file=self._stream, flush=True)
+            told = self._done[stage], self._failed[stage]
+            if self._said.get(stage) != told:
+                self._said[stage] = told
+                print(f"{stage}: {self._counts(stage)}", file=self._stream, flush=True)
 
     def _counts(self, stage: str) -> str:
         done, failed = self._done[stage], self._failed[stage]
         left = max(self._total[stage] - done - failed, 0)
-        took = time.monotonic() - self._first.get(stage, time.monotonic())
-        rate = (done + failed) / took if took > 0 else 0.0
+        now = time.monotonic()
+        since, before = self._first.get(stage, (now, 0))
+        rate = (done + failed - before) / (now - since) if now > since else 0.0
         text = f"{done} done, {failed} failed, {left} left"
         if rate:
             text += f", {rate:.3g}/s"

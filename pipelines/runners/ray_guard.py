@@ -1,7 +1,8 @@
 """Ends what a killed driver leaves of its Ray: `python ray_guard.py MARK`.
 
-Ray's main processes die with their driver, but some of those that they started stay for a minute or more. This process waits for
-its stdin to end, which happens with the driver however it ends, and then kills every process that has MARK in its environment.
+Ray's main processes die with their driver, but some of those that they started stay for a minute or more. This process
+waits for its stdin to end, which happens with the driver however it ends, and then kills every process that has MARK in
+its environment.
 """
 
 from __future__ import annotations

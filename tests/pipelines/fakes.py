@@ -132,7 +132,7 @@ class OnGpu(Numbers):
 class Hosted(Numbers):
     """`numbers` in a helper process; texts `hang` and `leak` ask for what it is there for."""
 
-    deadline_s: ClassVar[float | None] = 1.0
+    deadline_s: ClassVar[float | None] = 3.0
     memory_gb: ClassVar[float | None] = 0.5
     recycle_after: ClassVar[int | None] = 5
 
@@ -143,7 +143,7 @@ class Hosted(Numbers):
             kept = []
             while True:
                 kept.append(np.ones(32 << 20, np.uint8))
-                time.sleep(0.005)
+                time.sleep(0.002)
         return super().one(key, text)
 
 
