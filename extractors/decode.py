@@ -130,26 +130,33 @@ class PyAV:
         import av
 
         table = self.index
-        with av.open(str(table.path)) as container:
+        if table.held is not None:
+            stream, held = table.held
+            packets = iter(held)
+        else:
+            container: Any = av.open(str(table.path))
             stream = container.streams[table.stream]
-            codec: Any = stream.codec_context
-            codec.thread_count = threads()
-            codec.thread_type = "AUTO" if codec.thread_count > 1 else "NONE"
-            packets = iter(table.held) if table.held is not None else (p for p in container.demux(stream) if p.size)
-            at = count = 0
-            for first, last in table.runs(indices):
-                while at < last:
-                    packet = next(packets)
-                    at += 1
-                    if at <= first:
-                        continue
-                    for frame in codec.decode(packet):
-                        yield (count if table.counted else frame.pts), frame
-                        count += 1
-                for frame in codec.decode(None):
+            packets = (packet for packet in container.demux(stream) if packet.size)
+        codec = stream.codec_context
+        if not codec.is_open:
+            # One more than cores, as FFmpeg's own choice: one thread hands frames over while the others decode.
+            codec.thread_count = threads() + 1 if threads() > 1 else 1
+            codec.thread_type = "AUTO" if threads() > 1 else "NONE"
+        at = count = 0
+        for first, last in table.runs(indices):
+            if codec.is_open:
+                codec.flush_buffers()
+            while at < last:
+                packet = next(packets)
+                at += 1
+                if at <= first:
+                    continue
+                for frame in codec.decode(packet):
                     yield (count if table.counted else frame.pts), frame
                     count += 1
-                codec.flush_buffers()
+            for frame in codec.decode(None):
+                yield (count if table.counted else frame.pts), frame
+                count += 1
 
     def _upright(self, frame: Any) -> np.ndarray:
         rgb = frame.to_ndarray(format="rgb24", threads=1)

@@ -61,7 +61,7 @@ class VideoIndex:
         edited: an edit list cuts frames away.
         open_gop: some frames are shown before the key frame that they are stored behind.
         packets: all packets, in decoding order.
-        held: FFmpeg's packets, in the same order; None where they are too many to keep.
+        held: FFmpeg's opened stream and its packets in the same order; None where these are too many to keep.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class VideoIndex:
     edited: bool
     open_gop: bool
     packets: tuple[Packet, ...] = field(repr=False)
-    held: tuple[Any, ...] | None = field(repr=False)
+    held: tuple[Any, tuple[Any, ...]] | None = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.pts)
@@ -133,8 +133,8 @@ def index(path: Path, stream: int | None = None) -> VideoIndex:
 
     known = check_whole(path)
     try:
-        with av.open(str(path)) as container:
-            return _read_index(path, container, _choose_stream(path, container, stream))
+        container = av.open(str(path))  # stays open while packets are held
+        return _read_index(path, container, _choose_stream(path, container, stream))
     except av.error.FFmpegError as error:
         if known:
             raise DecodeError(f"{path}: damaged container ({error.strerror}); get the file again") from error
@@ -289,7 +289,7 @@ def _read_index(path: Path, container: Any, stream: Any) -> VideoIndex:
         raise EmptyInput(f"{path}: stream {stream.index} has no frame that can be shown")
     return VideoIndex(
         path, stream.index, name, codec.codec.canonical_name, codec.pix_fmt or "", codec.width, codec.height,
-        pts_shown, times_s, counted, edited, open_gop, tuple(packets), None if held is None else tuple(held),
+        pts_shown, times_s, counted, edited, open_gop, tuple(packets), None if held is None else (stream, tuple(held)),
     )  # fmt: skip
 
 

@@ -223,6 +223,14 @@ def test_long_streams_are_read_again_instead_of_kept(
     assert numbers(video.frames(np.array([0, 20, 40])), read_number) == [0, 20, 40]
 
 
+def test_a_video_can_be_read_again_from_any_state(make_video: Make, read_number: Callable[[np.ndarray], int]) -> None:
+    video = open_video(make_video("b_frames.mp4", options=B_FRAMES))
+    begun = video.frames(np.arange(60))
+    assert [read_number(next(begun)) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert numbers(video.frames(np.array([2, 50])), read_number) == [2, 50]
+    assert numbers(video.frames(np.array([0, 20])), read_number) == [0, 20]
+
+
 def test_threads_follow_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert threads() == 1
