@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-QUIET_S = 2.0  # gone when none was seen for so long: one may just be starting another
+QUIET = 20  # looks in a row, a tenth of a second apart, that find none: one may just be starting another
 
 
 def marked(mark: bytes) -> list[int]:
@@ -30,10 +30,11 @@ def marked(mark: bytes) -> list[int]:
 def main() -> None:
     mark = sys.argv[1].encode()
     sys.stdin.buffer.read()
-    seen = time.monotonic()
-    while time.monotonic() - seen < QUIET_S:
-        for process in marked(mark):
-            seen = time.monotonic()
+    quiet = 0
+    while quiet < QUIET:
+        processes = marked(mark)
+        quiet = 0 if processes else quiet + 1
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.1)
