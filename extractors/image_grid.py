@@ -106,7 +106,7 @@ class ImageGrid(Extractor):
             parts: dict[str, list[np.ndarray]] = {name: [] for name in names}
             for start in range(0, len(images), _CHUNK):
                 chunk = [
-                    self.fit(torch.from_numpy(np.ascontiguousarray(image)).to(device).permute(2, 0, 1).float())
+                    self.fit(torch.from_numpy(np.array(image, order="C")).to(device).permute(2, 0, 1).float())
                     for image in images[start : start + _CHUNK]
                 ]
                 for name, grid in network(torch.stack(chunk)).items():
