@@ -113,7 +113,9 @@ class PyAV:
         try:
             for pts, frame in self._decode(indices):
                 if frame.is_corrupt:
-                    raise self._error(pts, "is damaged, and so may be those that follow")
+                    raise self._error(
+                        next(iter(missing), 0) if pts is None else pts, "is damaged, and so may be those that follow"
+                    )
                 if missing.pop(pts, None) is not None:
                     yield self._upright(frame)
         except av.error.FFmpegError as error:
@@ -125,8 +127,8 @@ class PyAV:
         if missing:
             raise self._error(next(iter(missing)), "did not come out of the decoder")
 
-    def _decode(self, indices: np.ndarray) -> Iterator[tuple[int, Any]]:
-        """(presentation time as in `index.pts`, FFmpeg frame) of what has to be decoded for these frames."""
+    def _decode(self, indices: np.ndarray) -> Iterator[tuple[Any, Any]]:
+        """(presentation time as in `index.pts` or None, FFmpeg frame) of what has to be decoded for these frames."""
         import av
 
         table = self.index
@@ -147,7 +149,9 @@ class PyAV:
             if codec.is_open:
                 codec.flush_buffers()
             while at < last:
-                packet = next(packets)
+                packet = next(packets, None)
+                if packet is None:
+                    raise DecodeError(f"{table.path}: became shorter while it was read")
                 at += 1
                 if at <= first:
                     continue
