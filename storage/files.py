@@ -122,7 +122,10 @@ class Folder:
             return
         home = self.local / folder
         if not home.is_dir():
-            home.mkdir(parents=True, exist_ok=True)
+            try:
+                home.mkdir(parents=True, exist_ok=True)
+            except FileNotFoundError as error:  # a place where nothing can be made, such as /proc
+                raise StoreUnwritable(f"can't make the folder {home}: {error}; give a store elsewhere") from error
             sync(home.parent)
         temporary = home / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
         try:
@@ -134,7 +137,10 @@ class Folder:
     def read(self, name: str) -> bytes:
         """Content of a file; FileNotFoundError where there is none."""
         if self.local is not None:
-            return (self.local / name).read_bytes()
+            try:
+                return (self.local / name).read_bytes()
+            except NotADirectoryError as error:  # a file stands where the store, or a folder above it, should be
+                raise FileNotFoundError(error.errno, error.strerror, error.filename) from error
         return bytes(self.fs.cat_file(self.path(name)))
 
     def exists(self, name: str) -> bool:
@@ -148,7 +154,7 @@ class Folder:
         """Time of a file's last change, in seconds since the epoch; now where there is no such file."""
         info = self.files(name.rpartition("/")[0]).get(name) if self.local is None else None
         if self.local is not None:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 return os.stat(self.local / name).st_mtime
         return info.mtime if info else time.time()
 
@@ -165,7 +171,7 @@ class Folder:
         """Files directly in a folder of the store, by their names relative to the store; {} without such a folder."""
         found: dict[str, FileInfo] = {}
         if self.local is not None:
-            with suppress(FileNotFoundError), os.scandir(self.local / folder) as entries:
+            with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.local / folder) as entries:
                 for entry in entries:
                     with suppress(FileNotFoundError):  # renamed or removed while we list
                         if entry.is_file():
