@@ -113,9 +113,8 @@ class PyAV:
         try:
             for pts, frame in self._decode(indices):
                 if frame.is_corrupt:
-                    raise self._error(
-                        next(iter(missing), 0) if pts is None else pts, "is damaged, and so may be those that follow"
-                    )
+                    near = next(iter(missing), 0) if pts is None else pts
+                    raise self._error(near, "is damaged, and so may be those that follow")
                 if missing.pop(pts, None) is not None:
                     yield self._upright(frame)
         except av.error.FFmpegError as error:
