@@ -20,9 +20,11 @@ import ctypes
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -142,8 +144,15 @@ class Child:
         self.close()
 
     def _start(self) -> None:
-        self._process = process = _spawner().submit(_spawn, self.argv, self.env).result()
-        self._finalizer = weakref.finalize(self, _kill, process)
+        # A folder of its own for temporary files: a helper that is killed leaves its own behind (Blender does).
+        temporary = tempfile.mkdtemp(prefix="scenecache-")
+        env = {**(os.environ if self.env is None else self.env), "TMPDIR": temporary}
+        try:
+            self._process = process = _spawner().submit(_spawn, self.argv, env).result()
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        self._finalizer = weakref.finalize(self, _kill, process, temporary)
         self._served = 0
         self._stderr.clear()
 
@@ -397,8 +406,8 @@ def _widen(fd: int) -> None:
             fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _CHUNK)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a helper's whole group, reap it, close its pipes."""
+def _kill(process: subprocess.Popen[bytes], temporary: str) -> None:
+    """Kill a helper's whole group, reap it, close its pipes, remove its temporary files."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -406,6 +415,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     pipes: tuple[Any, ...] = (process.stdin, process.stdout, process.stderr)
     for pipe in pipes:
         pipe.close()
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _exit_text(status: int) -> str:

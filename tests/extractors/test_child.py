@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -259,3 +260,20 @@ def test_memory_of_a_process_counts_its_descendants():
         process.kill()
         process.wait()
     assert tree_rss(process.pid) == 0
+
+
+def test_temporary_files_of_a_helper_go_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = (
+        "import os, tempfile\n"
+        "from extractors.child import serve\n"
+        "def make(request):\n"
+        "    os.close(tempfile.mkstemp()[0])\n"
+        "    return os.listdir(tempfile.gettempdir())\n"
+        "serve(make)\n"
+    )
+    with Child([sys.executable, "-c", program], name="maker") as child:
+        assert len(child.call({})) == 1
+        assert len(child.call({})) == 2
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
