@@ -208,7 +208,10 @@ class _Execution:
                 if state.todo and not (self.signal or self.error):
                     self._run_table(state)
         if any(s.result.made or s.result.failed for s in self.states.values()):
-            self.manifest.compact()
+            try:
+                self.manifest.compact()
+            except CacheError as error:  # all is committed; the next run folds the files
+                self.error = self.error or str(error)
         for state in self.states.values():
             r = state.result
             r.left = max(state.todo - r.made - r.failed, 0)
@@ -220,29 +223,30 @@ class _Execution:
     # ------------------------------------------------------------------------------------ stages
 
     def _run_stages(self) -> None:
-        tasks = [self._task(state) for state in self.stages.values() if state.todo]
+        """Run until nothing is left, or a signal or an error ends it; what is finished is committed in any case."""
         finished = False
         try:
-            self.runner.start(tasks)
-            while not self.signal and not self.error:
-                for state in self.stages.values():
-                    self._feed(state)
-                if not self.buffer and not any(s.busy for s in self.stages.values()):
-                    break
-                for report in self.runner.poll(1.0):
+            try:
+                self.runner.start([self._task(state) for state in self.stages.values() if state.todo])
+                self._work_off()
+                finished = True
+            finally:
+                for report in self.runner.close(flush=finished):
                     self._take(report)
-                starving = not any(s.busy for s in self.stages.values())
-                if self.buffer and (starving or time.monotonic() - self.committed_at > COMMIT_S):
-                    self._commit()
-            finished = True
+                self._commit()
         except CacheError as error:  # the store can't be written: nothing more can be done
             self.error = str(error)
-        finally:
-            # also after a crash: what is finished is committed, if that works
-            quiet: Any = contextlib.nullcontext() if finished else contextlib.suppress(Exception)
-            with quiet:
-                for report in self.runner.close(flush=finished or bool(self.error)):
-                    self._take(report)
+
+    def _work_off(self) -> None:
+        while not self.signal and not self.error:
+            for state in self.stages.values():
+                self._feed(state)
+            if not self.buffer and not any(s.busy for s in self.stages.values()):
+                return
+            for report in self.runner.poll(1.0):
+                self._take(report)
+            nothing_left = not any(s.busy for s in self.stages.values())
+            if self.buffer and (nothing_left or time.monotonic() - self.committed_at > COMMIT_S):
                 self._commit()
 
     def _task(self, state: _StageState) -> StageTask:

@@ -260,3 +260,25 @@ def test_odd_item_keys_go_through_every_part(runs, tmp_path):
     summary = runs(job(source, Stage(Numbers()), Stage(Sums())))
     assert counts(summary, "sums") == {"made": len(keys)}
     assert set(runs.digests("sums")) == set(keys)
+
+
+def test_full_disk_ends_the_run_with_a_clear_text_and_loses_nothing(runs, source, monkeypatch):
+    from storage.errors import StoreUnwritable
+    from storage.writer import ShardWriter
+
+    flush = ShardWriter.flush
+
+    def full(writer):
+        if writer.stage == "sums":
+            raise StoreUnwritable("/store: no space left on device")
+        return flush(writer)
+
+    chain = job(source, Stage(Numbers()), Stage(Sums()))
+    monkeypatch.setattr(ShardWriter, "flush", full)
+    summary = runs(chain)
+    assert summary.exit_code == 1
+    assert "no space left" in summary.text()
+    assert len(runs.digests("numbers")) == 12
+    assert runs.rows("sums") == {}
+    monkeypatch.undo()
+    assert counts(runs(chain), "sums") == {"made": 12}

@@ -50,7 +50,7 @@ def drive(root, ray_temp):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.pipelines.kill_driver", str(root), kind, *how],
             cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "RAY_TEST_TEMP": str(ray_temp)},
+            env={**os.environ, "RAY_TEST_TEMP": str(ray_temp)}, start_new_session=True,
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
@@ -221,7 +221,7 @@ def test_worker_killed_often(drive, root, ray_temp, seed):
 def test_interrupted_run_commits_what_is_finished(drive, root, number):
     process = drive()
     time.sleep(0.7)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert "finishing and committing" in err
@@ -246,9 +246,9 @@ def test_second_interrupt_ends_the_run_at_once(drive, root):
 def test_interrupted_run_on_ray_commits_what_is_finished(drive, root, ray_temp):
     process = drive("ray")
     wait_for_commit(process, root)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode in (0, 130)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (0, 130), err
     wait_until_gone(ray_temp)
     finish(drive, root, "local", check_visible(root))
 

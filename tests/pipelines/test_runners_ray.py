@@ -8,6 +8,7 @@ import tempfile
 import pytest
 
 from pipelines.stage import Stage
+from tests.contracts.runner import RunnerContract
 from tests.pipelines.fakes import Both, Folder, Hosted, NoWeights, Numbers, OnGpu, Questions, Sums
 from tests.pipelines.running import Runs, counts, job
 
@@ -149,3 +150,11 @@ def test_stages_run_at_the_same_time_and_change_places_within_the_cpus(runner, t
     runs = Runs(tmp_path)
     summary = runs(job(source, *stages), runner())
     assert [counts(summary, s.name) for s in stages] == [{"made": 40}] * 3
+
+
+@pytest.mark.usefixtures("cluster")
+class TestRayRunner(RunnerContract):
+    def make(self):
+        from pipelines.runners.ray import RayRunner
+
+        return RayRunner()
