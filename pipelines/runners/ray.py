@@ -94,8 +94,9 @@ class _Slot:
     gpu: bool
     actors: dict[str, _Actor] = field(default_factory=dict)  # by lane; one of them works, at most
 
-    def working(self) -> _Actor | None:
-        return next((actor for actor in self.actors.values() if any(call.works for call in actor.calls)), None)
+    def busy(self) -> _Actor | None:
+        """The actor that works or is being started."""
+        return next((a for a in self.actors.values() if not a.up or any(call.works for call in a.calls)), None)
 
 
 @dataclass(eq=False)
@@ -228,7 +229,7 @@ class RayRunner:
                 self._closing = True
                 for name in self._stages:
                     self.stop(name)
-                while any(actor.calls or actor.unwritten for actor in self._actors()):
+                while any(actor.unwritten or any(c.works for c in actor.calls) for actor in self._actors()):
                     self._dispatch()
                     self._receive(1.0)
         finally:
@@ -263,13 +264,10 @@ class RayRunner:
 
     def _next(self, slot: _Slot) -> _Actor | None:
         """The actor of a slot that gets the next call; None where it is supplied or nothing waits."""
-        working = slot.working()
-        if working is not None and len(working.calls) >= _CALLS_AHEAD:
+        busy = slot.busy()
+        if busy is not None and (not busy.up or len(busy.calls) >= _CALLS_AHEAD):
             return None
-        on: Counter[str] = Counter()
-        for other in self._slots:
-            if other is not slot and (busy := other.working()):
-                on[busy.lane.name] += 1
+        on = Counter(other.lane.name for s in self._slots if s is not slot and (other := s.busy()))
         wanting = [
             lane
             for lane in self._lanes
@@ -279,16 +277,19 @@ class RayRunner:
         ]
         if not wanting:
             return None
-        # the lane on the fewest slots; of equals the one that is there already, then the furthest down
+        # the lane on the fewest slots; of equals the one at work here, then one that has an actor here, then the last
         best = min(
             reversed(wanting),
-            key=lambda lane: (on[lane.name], not (working and working.lane is lane), lane.name not in slot.actors),
+            key=lambda lane: (on[lane.name], busy is None or busy.lane is not lane, lane.name not in slot.actors),
         )
-        if working is not None and working.lane is not best:
-            return None  # let it run dry, then change
-        return slot.actors.get(best.name) or self._new_actor(slot, best)
+        if busy is not None:
+            return busy if busy.lane is best else None  # else it runs dry, then the slot changes
+        if best.name not in slot.actors:
+            self._new_actor(slot, best)
+            return None  # nothing is given to an actor that is not up: its node may be gone
+        return slot.actors[best.name]
 
-    def _new_actor(self, slot: _Slot, lane: _Lane) -> _Actor:
+    def _new_actor(self, slot: _Slot, lane: _Lane) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=slot.index)
@@ -296,7 +297,6 @@ class RayRunner:
         handle = self._actor_class.options(**options).remote(lane.stage.task, slot.gpu)
         actor = slot.actors[lane.name] = _Actor(handle, lane, slot)
         self._call(actor, "up")
-        return actor
 
     def _give(self, actor: _Actor) -> None:
         lane, stage = actor.lane, actor.lane.stage
@@ -433,9 +433,6 @@ class RayRunner:
         self._slots.remove(actor.slot)
         if not any(slot.gpu == actor.slot.gpu for slot in self._slots):
             raise RuntimeError(f"no worker came up within {_START_S:g} s; see `ray status` and the logs of the cluster")
-        for other in actor.slot.actors.values():
-            other.lane.stage.preparing -= sum(call.what == "prepare" for call in other.calls)
-            other.lane.stage.queue.extendleft(reversed(list(other.unwritten.values())))
 
 
 def start_ray(workers: int | None = None, address: str | None = None, **init: Any) -> None:

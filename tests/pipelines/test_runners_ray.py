@@ -89,9 +89,11 @@ def test_one_worker_gives_the_records_of_two(runner, source, expected, tmp_path)
     assert_same(runs, expected)
 
 
-def test_gpu_stage_is_prepared_on_cpus_and_gives_the_same_records(runner, source, expected, tmp_path):
+@pytest.mark.parametrize("gpus", [None, 0.5])
+def test_gpu_stage_is_prepared_on_cpus_and_gives_the_same_records(runner, source, expected, tmp_path, gpus):
     runs = Runs(tmp_path / "ray")
-    runs(chain(source, OnGpu), runner())
+    stages = (Stage(OnGpu(), gpus=gpus), Stage(Sums()), Stage(Both()))
+    runs(job(source, *stages, tables=(Questions(tuple(source.keys())),)), runner())
     assert_same(runs, expected)
 
 
