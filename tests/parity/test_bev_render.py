@@ -74,7 +74,9 @@ def test_picture_is_the_official_one(golden, scan, samples):
     assert full.shape == (1080, 1920, 4)
     assert (full[..., 3] == 255).all()
     y, x = np.nonzero((full[..., :3] < 255).any(-1))
-    np.testing.assert_allclose([x.min(), y.min(), x.max(), y.max()], golden.arrays["content_bbox_px"], atol=1)
+    np.testing.assert_allclose(
+        [x.min(), y.min(), x.max(), y.max()], golden.arrays["content_bbox_px"], atol=3
+    )  # pixels of 1920 x 1080: the rim is where few samples differ
     row = np.abs(full[540].astype(float) - golden.arrays["full_row540"]).mean()
     column = np.abs(full[:, 960].astype(float) - golden.arrays["full_col960"]).mean()
     assert max(row, column) < 1.5, f"of 255: row {row}, column {column}"
