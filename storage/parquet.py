@@ -158,7 +158,7 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
     buffer = map_file(path) if folder.local is not None else None
 
     def opened() -> Any:
-        return pa.PythonFile(folder.fs.open(path)) if buffer is None else pa.BufferReader(buffer)
+        return pa.PythonFile(folder.fs.open(path), mode="r") if buffer is None else pa.BufferReader(buffer)
 
     with opened() as source:
         parsed = pq.ParquetFile(source)
