@@ -49,7 +49,8 @@ class TestParquet(ShardFormatContract):
         ids = np.empty(2, object)
         ids[:] = [[1, 2], []]
         record = {
-            "half": np.array([[1, 2], [3, 0.5]], np.float16), "flags": np.array([[True, False], [False, True]]), "ids": ids,
+            "half": np.array([[1, 2], [3, 0.5]], np.float16), "flags": np.array([[True, False], [False, True]]),
+            "ids": ids,
             "pose": np.array([[1, np.nan], [np.nan, np.nan]], np.float32), "angle": np.array([np.nan, 2.5]),
         }  # fmt: skip
         path = tmp_path / write(tmp_path, schema, {"a": record})["a"].shard
