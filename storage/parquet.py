@@ -235,4 +235,7 @@ def _numpy(column: Column, array: Any) -> np.ndarray:
         array = array.storage
     if pa.types.is_fixed_size_list(array.type):
         array = array.flatten()
-    return array.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False).reshape(shape)
+    numbers = array.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
+    if column.nullable:  # Arrow's NaN for a null of float16 has other bits than numpy's, which the digest counts
+        numbers = np.where(np.isnan(numbers), np.array(np.nan, numbers.dtype), numbers)
+    return numbers.reshape(shape)

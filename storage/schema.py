@@ -142,8 +142,6 @@ class Schema:
                     raise SchemaError(
                         f"{where}: '{name}' has {len(array)} {self.element}s, the columns before it {count}"
                     )
-            if column.nullable:  # nulls read back as the one NaN, so every NaN counts as that one
-                array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
             checked[name] = _stored(column, self.format, array, f"{where}: '{name}'")
         return checked
 
