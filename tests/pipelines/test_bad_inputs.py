@@ -281,20 +281,34 @@ def one_scan(tmp_path: Path) -> Path:
 def test_checkpoints_that_do_not_fit_stop_the_stage_and_say_so(door: FrontDoor, one_scan: Path) -> None:
     import torch
 
-    canary = one_scan / "canary"
+    from extractors.votenet_network import VoteNetwork
+
+    canary, control = one_scan / "canary", one_scan / "control"
+    state = VoteNetwork(4, 8).state_dict()
+    name = max((n for n in state if n.endswith("conv.weight")), key=len)
     torch.save({"model_state_dict": {"weight": torch.zeros(3)}}, one_scan / "wrong.pth")
+    torch.save({"model_state_dict": {**state, name: state[name][:-1]}}, one_scan / "shape.pth")
     torch.save({"model_state_dict": Canary(canary)}, one_scan / "code.pth")
     (one_scan / "pickle.pth").write_bytes(pickle.dumps({"state_dict": Canary(canary)}))
     (one_scan / "noise.pth").write_bytes(b"not a checkpoint")
     (one_scan / "empty.pth").touch()
-    for name in ("wrong", "code", "pickle", "noise", "empty", "absent"):
-        stages = {"scan_info": {}, "votenet": {**VOTENET, "weights": f"{name}.pth"}}
+    pickle.loads(pickle.dumps(Canary(control)))
+    assert control.exists()  # the trap works
+    says = {"wrong": "no VoteNet", "shape": name, "code": "could run code", "pickle": "", "noise": "", "empty": ""}
+    for file, text in says.items():
+        stages = {"scan_info": {}, "votenet": {**VOTENET, "weights": f"{file}.pth"}}
         code, out, err = door("run", door.job({"type": "folder", "root": "raw"}, stages))
-        assert code in (1, 2, 3), name
-        assert code, name
-        assert f"{name}.pth" in out + err, (name, out, err)
+        assert code == 3, (file, code, err)
+        assert f"{file}.pth" in out + err
+        kind, cause = door.failures("votenet")["a"]
+        assert kind == "WeightsError"
+        assert f"{file}.pth" in cause
+        assert text in cause, (file, cause)
     assert not canary.exists()
     assert "a" in door.records("scan_info")
+    code, _, err = door("run", door.job({"type": "folder", "root": "raw"}, {"votenet": {"weights": "absent.pth"}}))
+    assert code == 2
+    assert "absent.pth" in err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -1,7 +1,6 @@
 """One job, many ways to run it: the records are the same, bit for bit.
 
-Only the batch size is let change a network's last bits, since matrix libraries choose their kernels by shape: between
-batch 1 and 4 VoteNet's values may differ by 1e-5 of the largest value of their column.
+No tolerance is needed on the CPU, where VoteNet takes the scans of a batch one by one.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from extractors.base import Weights
@@ -24,12 +22,10 @@ from pipelines.questions.sqa3d import SQA3DQuestions
 from pipelines.runners.local import LocalRunner
 from pipelines.sources.scannet import ScanNet
 from pipelines.stage import Job, Stage
-from storage import open as open_store
 from tests.pipelines.running import Runs, job
 
-SCENES = 4
+SCENES = 3
 STAGES = ("scan_info", "video", "votenet", "sqa3d_questions")
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +67,10 @@ def cluster() -> Iterator[None]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def assert_same(runs: Runs, expected: Runs, near: tuple[str, ...] = ()) -> None:
-    """Equal digests in all stages; values within TOLERANCE in those of `near`."""
+def assert_same(runs: Runs, expected: Runs) -> None:
     for stage in STAGES:
         assert expected.digests(stage)
-        if stage not in near:
-            assert runs.digests(stage) == expected.digests(stage), stage
-            continue
-        ours, theirs = open_store(runs.url)[stage], open_store(expected.url)[stage]
-        assert set(ours) == set(theirs)
-        for key, record in ours.items():
-            for name, values in record.items():
-                other = np.asarray(theirs[key][name])
-                if other.dtype.kind == "f":
-                    scale = max(float(np.abs(other).max()), 1e-6)
-                    np.testing.assert_allclose(values, other, rtol=0, atol=TOLERANCE * scale, err_msg=f"{key} {name}")
-                else:
-                    np.testing.assert_array_equal(values, other, err_msg=f"{key} {name}")
+        assert runs.digests(stage) == expected.digests(stage), stage
 
 
 def test_again_in_another_store(data: Path, straight: Runs, tmp_path: Path) -> None:
@@ -100,7 +83,7 @@ def test_again_in_another_store(data: Path, straight: Runs, tmp_path: Path) -> N
 def test_other_batch_sizes(batch: int, data: Path, straight: Runs, tmp_path: Path) -> None:
     other = Runs(tmp_path)
     assert other(rooms(data, batch=batch)).exit_code == 0
-    assert_same(other, straight, near=("votenet",))
+    assert_same(other, straight)
 
 
 def test_stage_by_stage_in_several_runs(data: Path, straight: Runs, tmp_path: Path) -> None:
@@ -124,7 +107,7 @@ class Interrupted(LocalRunner):
         return super().poll(*args, **how)
 
 
-@pytest.mark.parametrize("after", [1, 3, 6])
+@pytest.mark.parametrize("after", [1, 3])
 def test_interrupted_and_run_again(after: int, data: Path, straight: Runs, tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     with contextlib.suppress(KeyboardInterrupt):
@@ -132,8 +115,7 @@ def test_interrupted_and_run_again(after: int, data: Path, straight: Runs, tmp_p
     done = sum(len(runs.digests(stage)) for stage in STAGES)
     assert done < sum(len(straight.digests(stage)) for stage in STAGES)
     assert runs(rooms(data, batch=2)).exit_code == 0
-    # what was left over may have been batched otherwise
-    assert_same(runs, straight, near=("votenet",))
+    assert_same(runs, straight)
 
 
 @pytest.mark.ray
@@ -145,4 +127,4 @@ def test_on_ray_with_one_and_two_workers(
 
     runs = Runs(tmp_path)
     assert runs(rooms(data, workers=workers), runner=RayRunner(workers)).exit_code == 0
-    assert_same(runs, straight, near=("votenet",))
+    assert_same(runs, straight)
