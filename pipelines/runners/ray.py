@@ -465,11 +465,13 @@ def _guarded() -> Iterator[None]:
     command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("ray_guard.py")), mark]
     _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
     name, value = mark.split("=")
-    os.environ[name] = value
+    for_ray = {name: value, "SPT_NOENV": "1"}  # the latter keeps Ray's process titles from overwriting the environment
+    os.environ.update(for_ray)
     try:
         yield
     finally:
-        del os.environ[name]
+        for name in for_ray:
+            os.environ.pop(name, None)
 
 
 _guards: list[subprocess.Popen[bytes]] = []
