@@ -266,10 +266,12 @@ class Manifest:
         stats = {
             "numRecords": rows.num_rows,
             "minValues": {"item": low[:64]},
-            "maxValues": {"item": high if len(high) <= 64 else high[:64] + "\U0010ffff"},
+            "maxValues": {"item": high[:64] + "\U0010ffff" if high[64:] and high[64] < "\U0010ffff" else high},
             "nullCount": {"item": 0},
         }
-        return AddAction(name, size, {"stage": stage}, int(time.time() * 1000), change, json.dumps(stats))
+        # As characters: deltalake reads escaped ones beyond U+1FFFF as others.
+        text = json.dumps(stats, ensure_ascii=False)
+        return AddAction(name, size, {"stage": stage}, int(time.time() * 1000), change, text)
 
     def _sync_log(self, base: int) -> None:
         """fsync the log entries since a version, which deltalake leaves to the system."""
