@@ -80,15 +80,16 @@ class ImageGrid(Extractor):
             images, each (height, width, 3) uint8 RGB; frame_index (frame,) int32, None without frames.
 
         Raises:
-            InvalidValues: the record has no such column.
+            InvalidValues: the record has no such column, or it does not hold RGB images of 8 bits.
             DecodeError: an encoded image is damaged.
         """
         record: Mapping[str, np.ndarray] = inputs[0]
-        if self.column not in record:
-            raise InvalidValues(
-                f"{key}: the input record has no column '{self.column}', it has {', '.join(record)}; set "
-                f"{self.name}.column"
-            )
+        for column in ("frame", "frame_index") if self.column == "frame" else (self.column,):
+            if column not in record:
+                raise InvalidValues(
+                    f"{key}: the input record has no column '{column}', it has {', '.join(record)}; set "
+                    f"{self.name}.column"
+                )
         if self.column == "frame":
             return [_decode(value, key) for value in record["frame"]], np.asarray(record["frame_index"])
         value = record[self.column]
@@ -100,6 +101,8 @@ class ImageGrid(Extractor):
         network = self.build().eval().requires_grad_(False).to(device)
         names = list(self.grids)
 
+        # In TF32, cuDNN's default, convolutions keep 10 bits of each factor: a GPU would give other grids than a CPU.
+        @torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
         @torch.inference_mode()
         def run(items: Sequence[tuple[list[np.ndarray], np.ndarray | None]]) -> list[Record]:
             images = [image for item, _ in items for image in item]
@@ -303,9 +306,10 @@ class ClipBertGrid(ImageGrid):
         import torch.nn.functional as F
 
         height, width = image.shape[1:]
-        scale = self.size / max(height, width)
-        if scale != 1:
-            sides = (max(1, int(height * scale)), max(1, int(width * scale)))
+        # The ratio comes first, as in ClipBERT's code: (360, 640) gives (252, 448), and the longer side is exact.
+        shorter = max(1, int(self.size * (min(height, width) / max(height, width))))
+        sides = (self.size, shorter) if height >= width else (shorter, self.size)
+        if sides != (height, width):
             image = F.interpolate(image[None], size=sides, mode="bilinear", align_corners=False)[0]
         image = F.pad(image, (0, self.size - image.shape[2], 0, self.size - image.shape[1]))
         return caffe_pixels(image)
@@ -334,7 +338,12 @@ def caffe_pixels(image: Tensor) -> Tensor:
 def _decode(value: Any, key: str) -> np.ndarray:
     """(height, width, 3) uint8 RGB of a stored image, encoded or not."""
     if not isinstance(value, bytes):
-        return np.asarray(value)
+        image = np.asarray(value)
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            raise InvalidValues(
+                f"{key}: an image is {image.dtype} {image.shape}, expected uint8 (height, width, 3), RGB"
+            )
+        return image
     import cv2
 
     bgr = cv2.imdecode(np.frombuffer(value, np.uint8), cv2.IMREAD_COLOR)

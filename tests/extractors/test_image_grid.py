@@ -230,6 +230,43 @@ def test_oblong_frames_are_padded_at_the_right_and_the_bottom() -> None:
     torch.testing.assert_close(image[:, :336], (200 + black)[:, None, None].expand(3, 336, 448))
 
 
+@pytest.mark.parametrize(
+    ("shape", "seen"),  # (height, width) of a frame -> what of it is left at 448
+    [((360, 640), (252, 448)), ((720, 1280), (252, 448)), ((55, 110), (224, 448)), ((110, 55), (448, 224))],
+)
+def test_the_longer_side_is_exact_and_the_shorter_one_as_in_clipbert(
+    shape: tuple[int, int], seen: tuple[int, int]
+) -> None:
+    image = ClipBertGrid(weights=UNTRAINED).fit(torch.full((3, *shape), 200.0))
+    lit = (image[0] > 0).nonzero().max(0).values + 1  # padding is below zero
+    assert tuple(lit.tolist()) == seen
+
+
+def test_convolutions_keep_float32_on_any_device() -> None:
+    allowed = []
+
+    class Watched(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+            allowed.append(torch.backends.cudnn.allow_tf32)
+            return {"grid": torch.zeros(len(images), 4, 512)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TimmGrid, "build", lambda self: Watched())
+        before = torch.backends.cudnn.allow_tf32
+        run(SMALL, frames(1))
+        run(SMALL, frames(1))
+    assert allowed == [False, False]
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_images_that_are_not_8_bit_rgb_are_refused() -> None:
+    for strange in (np.zeros((1, 64, 64, 3), np.float32), np.zeros((1, 3, 64, 64), np.uint8)):
+        with pytest.raises(InvalidValues, match=r"scan7: an image is .*expected uint8 \(height, width, 3\)"):
+            SMALL.prepare("scan7", {"frame": strange, "frame_index": np.zeros(1, np.int32)})
+    with pytest.raises(InvalidValues, match="no column 'frame_index'"):
+        SMALL.prepare("scan7", {"frame": frames(1)["frame"]})
+
+
 def test_a_foreign_checkpoint_is_refused_by_its_keys(tmp_path: Path) -> None:
     torch.save({"vote.conv1.weight": torch.zeros(3)}, tmp_path / "foreign.pt")
     weights = Weights(str(tmp_path / "foreign.pt"))
