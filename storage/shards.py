@@ -14,6 +14,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from storage.errors import CacheError, CorruptShard
-from storage.files import Folder
+from storage.files import Folder, sync
 from storage.schema import Record, Schema
 
 DECODED_BYTES = 256 << 20  # decoded pieces that a process keeps
@@ -237,22 +238,27 @@ def open_shard(folder: Folder, name: str, size: int, mapped: bool) -> Shard:
 def prove(shard: Shard, records: Sequence[Record], path: str) -> None:
     """Compare what the mapping of a shard shows with the records that were to be written, to the last bit.
 
+    Meanwhile the file goes to the disk, which has to be waited for in any case before it is published.
+
     Raises:
         CorruptShard: they differ.
     """
-    for name, values in shard.columns.items():
-        if isinstance(values, Decoded):
-            continue
-        first = 0
-        for record in records:
-            expected = record[name] if shard.schema.element else record[name][None]
-            if not same(values[first : first + len(expected)], expected):
-                raise CorruptShard(
-                    f"{path}: '{name}' reads back differently from row {first} on. The record was changed after it was "
-                    "added, or the disk is faulty, or this library version lays files out in another way (then "
-                    "compress=True in the schema avoids the mapping)"
-                )
-            first += len(expected)
+    with ThreadPoolExecutor(1) as disk:
+        synced = disk.submit(sync, path)
+        for name, values in shard.columns.items():
+            if isinstance(values, Decoded):
+                continue
+            first = 0
+            for record in records:
+                expected = record[name] if shard.schema.element else record[name][None]
+                if not same(values[first : first + len(expected)], expected):
+                    raise CorruptShard(
+                        f"{path}: '{name}' reads back differently from row {first} on. The record was changed after it "
+                        "was added, or the disk is faulty, or this library version lays files out in another way (then "
+                        "compress=True in the schema avoids the mapping)"
+                    )
+                first += len(expected)
+        synced.result()
 
 
 def same(found: np.ndarray, expected: np.ndarray) -> bool:
