@@ -8,6 +8,7 @@ and decoded when read.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -39,27 +40,78 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
 
     counts = [schema.rows(record) for record in records]
     rows = sum(counts)
-    try:
-        with h5py.File(path, "w", libver="v110") as file:
-            file.attrs["scenecache"] = json.dumps(schema.to_json())
-            file.create_dataset("item", data=np.repeat(np.array(keys, object), counts), dtype=h5py.string_dtype())
-            for name, column in schema.columns.items():
-                dataset = file.create_dataset(name, (rows, *_dims(column)), **_storage(schema, column))
-                arrays = [record[name] if schema.element else record[name][None] for record in records]
-                if column.numpy.hasobject:
-                    _write_objects(dataset, np.concatenate(arrays))
-                    continue
-                first = 0
-                for array in arrays:
-                    if len(array):
-                        dataset[first : first + len(array)] = array
-                    first += len(array)
-    except RuntimeError as error:  # h5py's word for a failed write at close
-        raise OSError(str(error)) from error
+    with _Output(path) as output, h5py.File(output, "w", libver="v110") as file:
+        file.attrs["scenecache"] = json.dumps(schema.to_json())
+        file.create_dataset("item", data=np.repeat(np.array(keys, object), counts), dtype=h5py.string_dtype())
+        for name, column in schema.columns.items():
+            dataset = file.create_dataset(name, (rows, *_dims(column)), **_storage(schema, column))
+            arrays = [record[name] if schema.element else record[name][None] for record in records]
+            if column.numpy.hasobject:
+                _write_objects(dataset, np.concatenate(arrays))
+                continue
+            first = 0
+            for array in arrays:
+                if len(array):
+                    dataset[first : first + len(array)] = array
+                first += len(array)
+                output.check()
     if schema.compress:
         return False
     prove(read(Folder(os.path.dirname(path)), os.path.basename(path), ("proof",), mapped=True), records, path)
     return True
+
+
+class _Output(io.RawIOBase):
+    """A new file for HDF5 to write to. It takes everything, and raises when closed where the disk did not.
+
+    HDF5 itself can't be told of a failed write: it would keep the file half open, and end the process with a
+    segmentation fault once that is collected.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._position = self._end = 0
+        self._error: OSError | None = None
+
+    def check(self) -> None:
+        """Raise the first error of the disk."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            os.close(self._fd)
+            self.check()
+
+    def write(self, data: Any) -> int:
+        count, done = len(data), 0
+        try:
+            while done < count and self._error is None:
+                done += os.pwrite(self._fd, data[done:], self._position + done)
+        except OSError as error:
+            self._error = error
+        self._position += count
+        self._end = max(self._end, self._position)
+        return count
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(0, min(len(buffer), self._end - self._position))
+        buffer[:count] = os.pread(self._fd, count, self._position).ljust(count, b"\0")  # zeros for what was not written
+        self._position += count
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._end}[whence]
+        return self._position
+
+    def truncate(self, size: int | None = None) -> int:
+        self._end = self._position if size is None else size
+        try:
+            os.truncate(self._fd, self._end)
+        except OSError as error:
+            self._error = self._error or error
+        return self._end
 
 
 def _dims(column: Column) -> tuple[int, ...]:
