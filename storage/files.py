@@ -32,13 +32,17 @@ def check_stage(stage: str) -> str:
     return stage
 
 
+def storable(item: str) -> bool:
+    """Whether a text can be an item key."""
+    try:
+        return bool(item.encode()) and "\0" not in item
+    except UnicodeEncodeError:
+        return False
+
+
 def check_item(item: str) -> str:
     """Return the item key, any text of at least one character; raise ValueError where it can't be stored."""
-    try:
-        valid = bool(item.encode()) and "\0" not in item
-    except UnicodeEncodeError:
-        valid = False
-    if not valid:
+    if not storable(item):
         raise ValueError(f"item key {item!r:.80}: use valid Unicode text, not empty, without NUL")
     return item
 

@@ -31,7 +31,7 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
 from storage.errors import StoreNotFound
-from storage.files import Folder, check_item, check_stage, sync, unwritable
+from storage.files import Folder, check_item, check_stage, storable, sync, unwritable
 from storage.fingerprint import recipe_id
 
 EMPTY = -1  # snapshot of a store that has no manifest yet
@@ -328,6 +328,8 @@ class Manifest:
 
     def find(self, stage: str, item: str) -> Row | None:
         """The newest row of one item, found without reading the others; None where there is none."""
+        if not storable(item):
+            return None
         table = self._read([file for file in self._of_stage(stage) if file.may_hold(item)], None, item)
         if not table.num_rows:
             return None

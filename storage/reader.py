@@ -188,7 +188,7 @@ class _Stage:
     def row(self, key: str) -> Row:
         """The manifest row of a key, whatever its status; RecordMissing where there is none."""
         if key not in self._found:
-            self._found[key] = self.manifest.find(self.name, key) if isinstance(key, str) and key else None
+            self._found[key] = self.manifest.find(self.name, key) if isinstance(key, str) else None
         row = self._found[key]
         if row is None:
             raise RecordMissing(f"{self.name} has no record for {key!r}{_near(key, list(self.index.position))}")
