@@ -11,9 +11,8 @@ import secrets
 import signal
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -23,89 +22,18 @@ import pyarrow.compute as pc
 
 from pipelines.extraction import Failure, failure
 from pipelines.plan import Decision, Plan, StagePlan
-from pipelines.progress import Progress, span
+from pipelines.progress import Progress
 from pipelines.runners import Runner
-from pipelines.stage import Job, Stage, Table
-from pipelines.worker import Report, StageTask, Work
+from pipelines.stage import Job, Stage
+from pipelines.summary import REMEMBERED, StageResult, Summary
+from pipelines.tables import build_table
+from pipelines.worker import Report, StageTask, Work, failed_row, new_row
 from storage.errors import CacheError
 from storage.manifest import Manifest, Row
 
 COMMIT_S = 5.0  # rows wait for others at most so long
 _WINDOW = 50  # results over which the failure rate is taken
 _LATE_LIMIT = 10_000  # items that may wait behind a stage before the stages that feed it pause
-_REMEMBERED = ("WeightsError",)  # of what stops a stage: recorded for its items, since new weights are a new recipe
-
-
-@dataclass
-class StageResult:
-    """What became of a stage's items.
-
-    Attributes:
-        reused: their record stood already. made: computed now. failed: tried now, no record.
-        skipped: failed before, or their upstream did. left: not tried (stopped, interrupted).
-        work_s: seconds of all workers; wall_s: from the first item handed out to the last row.
-        errors: error class -> how many; examples: error class -> `item: text` of the first.
-        stopped: why the stage could not run at all, "" if it could.
-    """
-
-    name: str
-    reused: int = 0
-    made: int = 0
-    failed: int = 0
-    skipped: int = 0
-    left: int = 0
-    work_s: float = 0.0
-    wall_s: float = 0.0
-    errors: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
-    stopped: str = ""
-
-
-@dataclass
-class Summary:
-    """The end of a run.
-
-    Attributes:
-        snapshot: manifest version after its last commit.
-        signal: number of the signal that ended it early, 0 for none.
-        error: why the whole run stopped early, "" if it did not.
-    """
-
-    job: str
-    run: str
-    stages: list[StageResult]
-    seconds: float
-    snapshot: int
-    signal: int = 0
-    error: str = ""
-
-    @property
-    def exit_code(self) -> int:
-        """0 done, 1 stopped by an error, 3 done with failures, 128 + signal where one ended it."""
-        if self.signal:
-            return 128 + self.signal
-        if self.error or any(s.stopped and not s.stopped.startswith(_REMEMBERED) for s in self.stages):
-            return 1
-        return 3 if any(s.failed or s.skipped for s in self.stages) else 0
-
-    def text(self) -> str:
-        """Lines for a terminal."""
-        lines = []
-        for s in self.stages:
-            counts = {"made": s.made, "reused": s.reused, "failed": s.failed, "skipped": s.skipped, "left": s.left}
-            line = f"{s.name}: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n or what == "made")
-            if s.made and s.wall_s:
-                line += f" in {span(s.wall_s)} ({s.made / s.wall_s:.3g}/s, {s.work_s / s.made:.3g} s of work each)"
-            lines.append(line)
-            lines += [f"    {n} x {kind}, such as {s.examples[kind]}" for kind, n in s.errors.most_common(5)]
-            if s.stopped:
-                lines.append(f"    stopped: {s.stopped}")
-        if self.error:
-            lines.append(f"The run stopped: {self.error}")
-        if self.signal:
-            lines.append("Interrupted; what was finished is committed. The same command goes on from here.")
-        lines.append(f"{self.job}: {span(self.seconds)}, snapshot {self.snapshot}")
-        return "\n".join(lines)
 
 
 def execute(
@@ -145,7 +73,7 @@ class _StageState:
         self.cursor = 0
         self.late: deque[tuple[int, Decision, tuple[Row, ...]]] = deque()  # rows to compute, known since
         self.waits = pending & unknown  # an upstream record is not known yet
-        self.out: dict[str, int] = {}  # with the runner: item -> row
+        self.out: dict[str, tuple[int, Work]] = {}  # with the runner: item -> row here, and what was sent
         self.at: dict[str, np.ndarray] = {}  # upstream stage -> its row, by row here
         self.back: dict[str, np.ndarray] = {}  # upstream stage -> row here, by its row
         self.records: dict[int, Row | None] = {}  # outcomes of this run that others still wait for
@@ -271,16 +199,24 @@ class _Execution:
             state.cursor += len(chosen)
             for index in chosen.tolist():
                 rows = tuple(self.states[name].plan.row(int(state.at[name][index])) for name in state.plan.feeds)
-                fingerprint = state.plan.table["fingerprint"][index].as_py()
-                works.append(self._work(state, index, fingerprint, state.plan.table["tries"][index].as_py() or 0, rows))
+                works.append(self._work(state, index, *self._planned(state, index), rows))
         if works:
             state.started = state.started or time.monotonic()
             self.runner.put(state.name, works)
 
-    def _work(self, state: _StageState, index: int, fingerprint: bytes, tries: int, upstream: tuple[Row, ...]) -> Work:
-        item = state.plan.table["item"][index].as_py()
-        state.out[item] = index
-        return Work(item, fingerprint, state.plan.table["inputs"][index].as_py(), upstream, tries + 1)
+    @staticmethod
+    def _planned(state: _StageState, index: int) -> tuple[bytes, int]:
+        """Fingerprint and earlier tries of a row of the plan."""
+        table = state.plan.table
+        return table["fingerprint"][index].as_py(), table["tries"][index].as_py() or 0
+
+    def _work(
+        self, state: _StageState, index: int, fingerprint: bytes, tries: int, upstream: tuple[Row, ...] = ()
+    ) -> Work:
+        item, inputs = (state.plan.table[name][index].as_py() for name in ("item", "inputs"))
+        work = Work(item, fingerprint, inputs, upstream, tries + 1)
+        state.out[item] = index, work
+        return work
 
     def _take(self, report: Report) -> None:
         """Note what a runner reports; its rows are committed later."""
@@ -288,9 +224,9 @@ class _Execution:
         state.result.work_s += report.seconds
         failed = 0
         for row in report.rows:
-            index = state.out.pop(row.item, None)
-            if index is None:
+            if row.item not in state.out:
                 continue  # of a stage that was stopped meanwhile
+            index, _ = state.out.pop(row.item)
             self.buffer.append((state, index, row))
             state.ended = time.monotonic()
             if row.status == "failed":
@@ -322,27 +258,18 @@ class _Execution:
         state.result.stopped = f"{cause.error_class}: {cause.text}"
         self.progress.note(f"{state.name} stopped: {state.result.stopped}")
         self.runner.stop(state.name)
-        lost: list[tuple[int, bytes, int]] = [(i, d.fingerprint, d.attempts) for i, d, _ in state.late]
-        table = state.plan.table
-        for index in [*state.out.values(), *state.ready[state.cursor :].tolist()]:
-            known = table["fingerprint"][index].as_py()
-            if known is not None:
-                lost.append((index, known, table["tries"][index].as_py() or 0))
+        if cause.error_class in REMEMBERED:
+            for index, decision, rows in state.late:
+                self._work(state, index, decision.fingerprint, decision.attempts, rows)
+            for index in state.ready[state.cursor :].tolist():
+                self._work(state, index, *self._planned(state, index))
+            for index, work in state.out.values():
+                row = failed_row(new_row(state.name, state.plan.recipe_id, self.run_id, work), cause)
+                self.buffer.append((state, index, row))
+                self._count_failure(state, row)
         state.out.clear()
         state.late.clear()
         state.cursor = len(state.ready)
-        if cause.error_class not in _REMEMBERED:
-            return
-        for index, fingerprint, tries in lost:
-            row = Row(
-                stage=state.name, item=table["item"][index].as_py(), fingerprint=fingerprint,
-                inputs=table["inputs"][index].as_py(), recipe=state.plan.recipe_id, status="failed",
-                error_class=cause.error_class, error_text=cause.text, attempts=tries + 1, run=self.run_id,
-            )  # fmt: skip
-            self.buffer.append((state, index, row))
-            state.result.failed += 1
-            state.result.errors[cause.error_class] += 1
-            state.result.examples.setdefault(cause.error_class, f"{row.item}: {cause.text}")
 
     # ------------------------------------------------------------------------------------ outcomes
 
@@ -412,13 +339,7 @@ class _Execution:
         """Build a bulk table in this process, once all that it joins is committed."""
         table = state.plan.stage
         assert not isinstance(table, Stage)
-        todo: dict[str, tuple[bytes, bytes, int]] = {}
-        columns = state.plan.table
-        for index in state.ready.tolist():
-            item, fingerprint, inputs, tries = (
-                columns[n][index].as_py() for n in ("item", "fingerprint", "inputs", "tries")
-            )
-            todo[item] = (fingerprint, inputs, tries or 0)
+        works = [self._work(state, index, *self._planned(state, index)) for index in state.ready.tolist()]
         for index in np.flatnonzero(state.waits).tolist():
             upstream = self.states[table.of]
             there = int(state.at[table.of][index])
@@ -427,16 +348,20 @@ class _Execution:
             state.waits[index] = False
             decision = state.plan.decide(index, {table.of: upstream.digests[there]})
             if decision.action == "compute":
-                inputs = columns["inputs"][index].as_py()
-                todo[columns["item"][index].as_py()] = (decision.fingerprint, inputs, decision.attempts)
+                works.append(self._work(state, index, decision.fingerprint, decision.attempts))
                 continue
             self._no_work(state, decision)
             if decision.commit is not None:
                 self.buffer.append((None, -1, decision.commit))
-        state.started = time.monotonic()
+        state.started = since = time.monotonic()
         try:
-            if todo:
-                self._build(state, table, todo)
+            for rows in build_table(table, self.url, state.plan.recipe_id, works, self.run_id) if works else ():
+                made = sum(row.status != "failed" for row in rows)
+                self._take(Report(state.name, made, rows, time.monotonic() - since))
+                self._commit()
+                since = time.monotonic()
+                if self.signal or self.error:
+                    break
             self._commit()
         except CacheError as error:
             self.error = str(error)
@@ -444,45 +369,6 @@ class _Execution:
             state.result.stopped = "{0.error_class}: {0.text}".format(failure(error))
             self.progress.note(f"{state.name} stopped: {state.result.stopped}")
         state.ended = time.monotonic()
-
-    def _build(self, state: _StageState, table: Table, todo: Mapping[str, tuple[bytes, bytes, int]]) -> None:
-        from storage.reader import open as open_store
-        from storage.writer import ShardWriter
-
-        parents: Mapping[str, Any] = open_store(self.url)[table.of] if table.of else {}
-        writer = ShardWriter(self.url, state.name, table.schema)
-        missing = set(todo)
-        for item, record in table.build(set(todo), parents):
-            fingerprint, inputs, tries = todo[item]
-            missing.discard(item)
-            row = Row(
-                stage=state.name, item=item, fingerprint=fingerprint, inputs=inputs, recipe=state.plan.recipe_id,
-                status="ok", attempts=tries + 1, run=self.run_id,
-            )  # fmt: skip
-            writer.add(row, record)
-            if writer.full:
-                self._written(state, writer.flush())
-            if self.signal:
-                break
-        self._written(state, writer.flush())
-        state.result.work_s += time.monotonic() - state.started
-        if self.signal:
-            return
-        for item in sorted(missing):
-            fingerprint, inputs, tries = todo[item]
-            row = Row(
-                stage=state.name, item=item, fingerprint=fingerprint, inputs=inputs, recipe=state.plan.recipe_id,
-                status="failed", error_class="NoRow", error_text=f"{state.name} gave no row for it",
-                attempts=tries + 1, run=self.run_id,
-            )  # fmt: skip
-            self.buffer.append((None, -1, row))
-            self._count_failure(state, row)
-
-    def _written(self, state: _StageState, rows: Sequence[Row]) -> None:
-        self.buffer += [(None, -1, row) for row in rows]
-        self._commit()
-        state.result.made += len(rows)
-        self.progress.update(state.name, made=len(rows))
 
     # ------------------------------------------------------------------------------------ signals
 

@@ -7,8 +7,8 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from pipelines.execute import Summary
 from pipelines.plan import Plan
+from pipelines.summary import Summary
 from storage.files import Folder
 
 

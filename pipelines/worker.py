@@ -176,11 +176,11 @@ class StageWorker:
     def _write(self, works: Sequence[Work], outcomes: Sequence[Outcome], report: Report) -> None:
         made = []
         for work, outcome in zip(works, outcomes, strict=True):
-            row = Row(
-                stage=self.task.name, item=work.item, fingerprint=work.fingerprint, inputs=work.inputs,
-                recipe=self.task.recipe, status="ok", attempts=work.attempts + outcome.attempts - 1,
-                seconds=outcome.seconds, run=self.task.run,
-            )  # fmt: skip
+            row = replace(
+                new_row(self.task.name, self.task.recipe, self.task.run, work),
+                attempts=work.attempts + outcome.attempts - 1,
+                seconds=outcome.seconds,
+            )
             if isinstance(outcome.result, Failure):
                 report.rows.append(failed_row(row, outcome.result))
             else:
@@ -217,6 +217,14 @@ class StageWorker:
         rows = self._writing.popleft().result()
         report.rows += rows
         report.made -= sum(row.status == "failed" for row in rows)  # did not fit the schema after all
+
+
+def new_row(stage: str, recipe: str, run: str, work: Work) -> Row:
+    """The row of an item before its record is written."""
+    return Row(
+        stage=stage, item=work.item, fingerprint=work.fingerprint, inputs=work.inputs, recipe=recipe,
+        status="ok", attempts=work.attempts, run=run,
+    )  # fmt: skip
 
 
 def failed_row(row: Row, cause: Failure) -> Row:

@@ -16,19 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import subprocess
-import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from extractors.errors import MissingPackage
 from pipelines.extraction import Failure, Prepared
-from pipelines.worker import Report, StageTask, StageWorker, Work, device_for, failed_row
+from pipelines.runners.ray_session import import_ray, start_ray
+from pipelines.worker import Report, StageTask, StageWorker, Work, device_for, failed_row, new_row
 from storage.manifest import Row
 
 _CALL_S = 0.5  # a call should take about so long: long against its cost, short against the run
@@ -165,7 +161,7 @@ class RayRunner:
     # ------------------------------------------------------------------------------------ the Runner
 
     def start(self, tasks: Sequence[StageTask]) -> None:
-        ray = _import_ray()
+        ray = import_ray()
         from ray.util.placement_group import placement_group
 
         if not ray.is_initialized():
@@ -419,11 +415,7 @@ class RayRunner:
             if deaths < 2:
                 stage.suspects.append(work)
                 continue
-            task = stage.task
-            row = Row(
-                stage=task.name, item=work.item, fingerprint=work.fingerprint, inputs=work.inputs,
-                recipe=task.recipe, status="ok", attempts=work.attempts + 1, run=task.run,
-            )  # fmt: skip
+            row = new_row(stage.task.name, stage.task.recipe, stage.task.run, replace(work, attempts=work.attempts + 1))
             dead.append(failed_row(row, Failure("WorkerDied", f"its worker died twice: {cause}")))
         if dead:
             self._reports.append(Report(stage.task.name, rows=dead))
@@ -433,60 +425,6 @@ class RayRunner:
         self._slots.remove(actor.slot)
         if not any(slot.gpu == actor.slot.gpu for slot in self._slots):
             raise RuntimeError(f"no worker came up within {_START_S:g} s; see `ray status` and the logs of the cluster")
-
-
-def start_ray(workers: int | None = None, address: str | None = None, **init: Any) -> None:
-    """Connect to a cluster, or start a quiet Ray on this machine that ends with this process.
-
-    Args:
-        workers: CPUs of a Ray on this machine, all by default.
-        address: of a cluster, None for a Ray on this machine.
-        init: further arguments of `ray.init`.
-    """
-    ray = _import_ray()
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if address:
-        ray.init(address=address, **quiet)
-        return
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
-    cpus = workers or len(os.sched_getaffinity(0))
-    with _guarded():
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet, **init)
-
-
-@contextlib.contextmanager
-def _guarded() -> Iterator[None]:
-    """Mark the processes started within, so that a guard ends them should this process be killed."""
-    if sys.platform != "linux":
-        yield
-        return
-    mark = f"SCENECACHE_RAY={os.getpid()}-{secrets.token_hex(8)}"
-    # the guard's stdin is never closed here: it ends with this process
-    command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("ray_guard.py")), mark]
-    _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
-    name, value = mark.split("=")
-    for_ray = {name: value, "SPT_NOENV": "1"}  # the latter keeps Ray's process titles from overwriting the environment
-    os.environ.update(for_ray)
-    try:
-        yield
-    finally:
-        for name in for_ray:
-            os.environ.pop(name, None)
-
-
-_guards: list[subprocess.Popen[bytes]] = []
-
-
-def _import_ray() -> Any:
-    """Ray without its chatter; it reads these when it is imported."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # the run reports deaths itself
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingPackage("the Ray runner needs ray: pip install 'scenecache[ray]'") from error
-    return ray
 
 
 def _gpus(task: StageTask) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from pipelines.execute import Summary, execute
+from pipelines.execute import execute
 from pipelines.inputs import NOTHING, StatCache, digest_inputs
 from pipelines.plan import Options, plan
 from pipelines.runners.local import LocalRunner

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ray
 @pytest.fixture(scope="module")
 def cluster():
     """Ray on two CPUs and a GPU that is only said to be there."""
-    from pipelines.runners.ray import start_ray
+    from pipelines.runners.ray_session import start_ray
 
     folder = tempfile.mkdtemp(prefix="scenecache-ray-")
     start_ray(2, num_gpus=1, object_store_memory=200 << 20, _temp_dir=folder)

@@ -20,9 +20,9 @@ def two_nodes(monkeypatch):
     for name, value in {"initial_delay_ms": 1000, "period_ms": 1000, "failure_threshold": 3}.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    from pipelines.runners.ray import _import_ray
+    from pipelines.runners.ray_session import import_ray
 
-    ray = _import_ray()
+    ray = import_ray()
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 1, "object_store_memory": 100 << 20}

@@ -1,0 +1,68 @@
+"""Start a Ray on this machine that ends with this process, or connect to a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from extractors.errors import MissingPackage
+
+
+def start_ray(workers: int | None = None, address: str | None = None, **init: Any) -> None:
+    """Connect to a cluster, or start a quiet Ray on this machine that ends with this process.
+
+    Args:
+        workers: CPUs of a Ray on this machine, all by default.
+        address: of a cluster, None for a Ray on this machine.
+        init: further arguments of `ray.init`.
+    """
+    ray = import_ray()
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if address:
+        ray.init(address=address, **quiet)
+        return
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
+    cpus = workers or len(os.sched_getaffinity(0))
+    with _guarded():
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet, **init)
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Mark the processes started within, so that a guard ends them should this process be killed."""
+    if sys.platform != "linux":
+        yield
+        return
+    mark = f"SCENECACHE_RAY={os.getpid()}-{secrets.token_hex(8)}"
+    # the guard's stdin is never closed here: it ends with this process
+    command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("ray_guard.py")), mark]
+    _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    name, value = mark.split("=")
+    for_ray = {name: value, "SPT_NOENV": "1"}  # the latter keeps Ray's process titles from overwriting the environment
+    os.environ.update(for_ray)
+    try:
+        yield
+    finally:
+        for name in for_ray:
+            os.environ.pop(name, None)
+
+
+_guards: list[subprocess.Popen[bytes]] = []
+
+
+def import_ray() -> Any:
+    """Ray without its chatter; it reads these when it is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # the run reports deaths itself
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackage("the Ray runner needs ray: pip install 'scenecache[ray]'") from error
+    return ray
