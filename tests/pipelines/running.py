@@ -10,6 +10,7 @@ from pipelines.inputs import NOTHING, StatCache, digest_inputs
 from pipelines.plan import Options, plan
 from pipelines.runners.local import LocalRunner
 from pipelines.stage import Job
+from pipelines.summary import Summary
 from storage.manifest import Manifest
 
 
