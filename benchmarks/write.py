@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import harness
@@ -61,13 +62,17 @@ def write_raw(folder: Path, data: list[Record]) -> None:
 
 
 def write_store(folder: Path, data: list[Record]) -> None:
-    """As a run does it: a commit for every full shard."""
+    """As a run does it: every full shard is committed (there by the driver) while the next one is made."""
     manifest, writer = Manifest(folder / "store"), ShardWriter(folder / "store", "objects", SCHEMA)
-    for i, record in enumerate(data):
-        writer.add(Row("objects", f"scene{i:06d}", b"f" * 16, b"i" * 16, "0" * 32, "ok"), record)
-        if writer.full:
-            manifest.commit(writer.flush())
-    manifest.commit(writer.flush())
+    with ThreadPoolExecutor(1) as driver:
+        commits = []
+        for i, record in enumerate(data):
+            writer.add(Row("objects", f"scene{i:06d}", b"f" * 16, b"i" * 16, "0" * 32, "ok"), record)
+            if writer.full:
+                commits.append(driver.submit(manifest.commit, writer.flush()))
+        commits.append(driver.submit(manifest.commit, writer.flush()))
+        for commit in commits:
+            commit.result()
 
 
 def main() -> None:
