@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import re
@@ -76,7 +77,7 @@ def test_the_shard_is_safe_on_disk_before_the_manifest_names_it(
     monkeypatch.setattr(storage.manifest, "_transact", logged_transact)
     fill(tmp_path, {"a": objects(3)})
     monkeypatch.undo()
-    assert events == [
+    assert [event for event, _ in itertools.groupby(events)] == [
         ("fsync", "."),  # the new folder of the stage
         ("fsync", "objects/TEMPORARY"),
         ("rename", "objects/NAME.parquet"),
