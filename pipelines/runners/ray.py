@@ -263,6 +263,10 @@ class RayRunner:
         busy = slot.busy()
         if busy is not None and (not busy.up or len(busy.calls) >= _CALLS_AHEAD):
             return None
+        # A suspect has its actor to itself, before and behind: an actor that dies at once in the next call can take the
+        # answer of the one before with it, and that one would be blamed.
+        if busy is not None and (busy.lane.stage.suspects or any(call.suspect for call in busy.calls)):
+            return None
         on = Counter(other.lane.name for s in self._slots if s is not slot and (other := s.busy()))
         wanting = [
             lane
