@@ -1,4 +1,4 @@
-"""Progress of a run and its final summary: done, failed, left, rate and time left of each stage."""
+"""Progress of a run: done, failed, left, rate and time left of each stage."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class Progress:
         self._total = dict(totals)
         self._done = dict.fromkeys(totals, 0)
         self._failed = dict.fromkeys(totals, 0)
-        self._first: dict[
-            str, tuple[float, int]
-        ] = {}  # when results first came, and how many then: rates count from there
+        # when a stage's results first came, and how many then: rates count from there
+        self._first: dict[str, tuple[float, int]] = {}
         self._said: dict[str, tuple[int, int]] = {}  # what the last plain line of a stage told
         self._printed = time.monotonic()
         self._bars: Any = None

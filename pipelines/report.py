@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 import storage
 from extractors.bev_camera import BevCamera
@@ -23,6 +25,7 @@ from storage.schema import Record
 _EDGES = [(0, 1), (1, 2), (2, 3), (3, 0)]  # of one face of a box, in the official corner order
 _BOXES = 12  # detections drawn, the most object-like ones
 _FRAMES = 12  # frames on a contact sheet
+_COLUMNS = ("item", "status", "rows", "bytes", "seconds", "recipe", "error_class", "error_text")
 
 
 def write(url: str | os.PathLike[str], path: str | os.PathLike[str], scenes: int = 6) -> Path:
@@ -37,41 +40,45 @@ def write(url: str | os.PathLike[str], path: str | os.PathLike[str], scenes: int
 
     cache = storage.open(url)
     runs = run_log.load(url)
+    stages = {name: cache.manifest.latest(name, _COLUMNS) for name in cache.stages}
+    questions = _questions(cache)
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=select_autoescape(["html"]))
     page = environment.get_template("report.html").render(
         url=cache.url,
         snapshot=cache.snapshot,
         runs=runs[-2:],
-        stages=[_stage(cache, name) for name in cache.stages],
-        untrained=[name for name in cache.stages if _untrained(cache, name)],
-        scenes=[_scene(cache, key) for key in _scene_keys(cache)[:scenes]],
-        failures=[f for name in cache.stages for f in _failures(cache, name)],
+        stages=[_stage(name, table) for name, table in stages.items()],
+        untrained=[name for name, table in stages.items() if _untrained(cache, table)],
+        scenes=[_scene(cache, key, questions.get(key, [])) for key in _scene_keys(cache)[:scenes]],
+        failures=[f for name, table in stages.items() for f in _failures(name, table)],
     )
     path = Path(path)
     path.write_text(page, encoding="utf8")
     return path
 
 
-def _stage(cache: Cache, name: str) -> dict[str, Any]:
-    rows = cache.manifest.latest(name, ["status", "rows", "bytes", "seconds"]).to_pandas()
-    done = rows[rows["status"].isin(["ok", "empty"])]
+def _stage(name: str, table: pa.Table) -> dict[str, Any]:
+    done = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
     return {
         "name": name,
-        "items": len(done),
-        "rows": int(done["rows"].sum()),
-        "mb": done["bytes"].sum() / 1e6,
-        "seconds": float(done["seconds"].sum()),
-        "failed": int((rows["status"] == "failed").sum()),
+        "items": done.num_rows,
+        "rows": pc.sum(done["rows"]).as_py() or 0,
+        "mb": (pc.sum(done["bytes"]).as_py() or 0) / 1e6,
+        "seconds": pc.sum(done["seconds"]).as_py() or 0.0,
+        "failed": _failed(table).num_rows,
     }
 
 
-def _failures(cache: Cache, name: str) -> list[dict[str, str]]:
-    table = cache.manifest.latest(name, ["item", "status", "error_class", "error_text"])
-    return [{"stage": name, **row} for row in table.to_pylist() if row["status"] == "failed"][:20]
+def _failed(table: pa.Table) -> pa.Table:
+    return table.filter(pc.equal(table["status"], "failed"))
 
 
-def _untrained(cache: Cache, name: str) -> bool:
-    recipes = cache.manifest.latest(name, ["recipe"])["recipe"].unique().to_pylist()
+def _failures(name: str, table: pa.Table) -> list[dict[str, str]]:
+    return [{"stage": name, **row} for row in _failed(table).slice(0, 20).to_pylist()]
+
+
+def _untrained(cache: Cache, table: pa.Table) -> bool:
+    recipes = table["recipe"].unique().to_pylist()
     weights = [w for id in recipes if id for w in cache.manifest.recipe(id).get("weights", {}).values()]
     return any(w.startswith("untrained:") for w in weights)
 
@@ -90,9 +97,9 @@ def _record(cache: Cache, stage: str, key: str) -> Record | None:
         return None
 
 
-def _scene(cache: Cache, key: str) -> dict[str, Any]:
+def _scene(cache: Cache, key: str, questions: list[dict[str, Any]]) -> dict[str, Any]:
     votes, objects = _record(cache, "votenet", key), _record(cache, "scan_objects", key)
-    video, questions = _record(cache, "video", key), _questions(cache, key)
+    video = _record(cache, "video", key)
     counts: dict[str, str | int] = {}
     if votes is not None:
         counts["proposals"] = f"{len(votes['mask'])}, {int(votes['mask'].sum())} of them called an object"
@@ -111,12 +118,15 @@ def _scene(cache: Cache, key: str) -> dict[str, Any]:
     }
 
 
-def _questions(cache: Cache, key: str) -> list[dict[str, Any]]:
-    if "sqa3d_questions" not in cache.stages:
-        return []
-    wanted = ("scene_id", "situation", "question", "answer", "pose_scan", "facing_scan")
-    records = cache["sqa3d_questions"].select(*wanted)
-    return [{n: v.item() if v.ndim == 0 else v for n, v in r.items()} for r in records.values() if r["scene_id"] == key]
+def _questions(cache: Cache) -> dict[str, list[dict[str, Any]]]:
+    """Questions by scene."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    if "sqa3d_questions" in cache.stages:
+        wanted = ("scene_id", "situation", "question", "answer", "pose_scan", "facing_scan")
+        for record in cache["sqa3d_questions"].select(*wanted).values():
+            question = {name: value.item() if value.ndim == 0 else value for name, value in record.items()}
+            found.setdefault(str(question["scene_id"]), []).append(question)
+    return found
 
 
 def _bev(

@@ -23,13 +23,7 @@ def save(url: str | os.PathLike[str], plan: Plan, summary: Summary) -> None:
         "plan": [asdict(line) for line in plan.lines()],
         "stages": [vars(stage) | {"errors": dict(stage.errors)} for stage in summary.stages],
     }
-    text = json.dumps(entry, indent=1, ensure_ascii=False)
-
-    def write(path: str) -> None:
-        with open(path, "w", encoding="utf8") as file:
-            file.write(text)
-
-    Folder(url).put(f"runs/{summary.run}.json", write)
+    Folder(url).put_text(f"runs/{summary.run}.json", json.dumps(entry, indent=1, ensure_ascii=False))
 
 
 def load(url: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -118,6 +118,14 @@ class Folder:
             sync(self.local / folder)
             return name, size
 
+    def put_text(self, name: str, text: str) -> None:
+        """`put` for a text, as UTF-8."""
+
+        def write(path: str) -> None:
+            Path(path).write_text(text, encoding="utf8")
+
+        self.put(name, write)
+
     @contextmanager
     def _temporary(self, folder: str) -> Iterator[str]:
         if self.local is None:

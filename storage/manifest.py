@@ -288,12 +288,7 @@ class Manifest:
         name = recipe_id(recipe)
         if not self.folder.exists(f"recipes/{name}.json"):
             text = json.dumps(recipe, indent=1, sort_keys=True, ensure_ascii=False)
-
-            def write(path: str) -> None:
-                with open(path, "w", encoding="utf8") as file:
-                    file.write(text)
-
-            self.folder.put(f"recipes/{name}.json", write)
+            self.folder.put_text(f"recipes/{name}.json", text)
         return name
 
     def recipe(self, id: str) -> dict[str, Any]:

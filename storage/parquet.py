@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 
 from storage.errors import CorruptShard
 from storage.files import Folder
-from storage.schema import Column, Record, Schema
+from storage.schema import Column, Record, Schema, one_nan
 from storage.shards import Bits, Decoded, Narrow, Ranged, Shard, Text, Values, map_file, prove
 
 SUFFIX = ".parquet"
@@ -236,6 +236,6 @@ def _numpy(column: Column, array: Any) -> np.ndarray:
     if pa.types.is_fixed_size_list(array.type):
         array = array.flatten()
     numbers = array.to_numpy(zero_copy_only=False).astype(column.dtype, copy=False)
-    if column.nullable:  # Arrow's NaN for a null of float16 has other bits than numpy's, which the digest counts
-        numbers = np.where(np.isnan(numbers), np.array(np.nan, numbers.dtype), numbers)
+    if column.nullable:  # Arrow's NaN for a null of float16 has other bits than numpy's
+        numbers = one_nan(numbers)
     return numbers.reshape(shape)

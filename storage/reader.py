@@ -117,15 +117,12 @@ class Cache:
         }  # fmt: skip
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
-        def write(target: str) -> None:
-            Path(target).write_text(text, encoding="utf8")
-
         name = f"locks/{self.snapshot}{'-' + Path(path).stem if path else ''}.json"
-        self.manifest.folder.put(name, write)
+        self.manifest.folder.put_text(name, text)
         if path is None:
             return self.manifest.folder.path(name)
         path = Path(path).absolute()
-        Folder(path.parent).put(path.name, write)
+        Folder(path.parent).put_text(path.name, text)
         return path
 
 

@@ -162,6 +162,12 @@ class Schema:
         return cls(columns, data["element"], data["format"], data["compress"])
 
 
+def one_nan(array: np.ndarray) -> np.ndarray:
+    """The array with every NaN as numpy writes it: a null keeps no other bits, and record digests count bits."""
+    missing = np.isnan(array)
+    return np.where(missing, np.array(np.nan, array.dtype), array) if missing.any() else array
+
+
 def _stored(column: Column, format: str, array: np.ndarray, where: str) -> np.ndarray:
     """The array as it is read back; text and lists are checked value by value."""
     if column.dtype in _TEXT:
@@ -187,6 +193,6 @@ def _stored(column: Column, format: str, array: np.ndarray, where: str) -> np.nd
                 )
             lists[index] = values.astype(column.dtype)
         return lists
-    if column.nullable and np.isnan(array).any():
-        array = np.where(np.isnan(array), np.array(np.nan, array.dtype), array)
+    if column.nullable:
+        array = one_nan(array)
     return np.ascontiguousarray(array).reshape(array.shape)
