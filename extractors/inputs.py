@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,3 +73,94 @@ class Labels:
     segment: np.ndarray
     groups: tuple[ObjectGroup, ...]
     nyu40: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class LidarScan:
+    """One sweep of the LiDAR.
+
+    Attributes:
+        points: (point, 5) float32: x, y, z in metres in the sensor's own frame at its own time (nuScenes LIDAR_TOP: x right,
+            y forward, z up), intensity 0..255, ring 0..31.
+        to_key: (4, 4) float64, the sensor frame at its time -> the sensor frame at the key frame's time.
+        lag: seconds from this sweep to the key frame, 0 or more.
+    """
+
+    points: np.ndarray
+    to_key: np.ndarray
+    lag: float
+
+
+@dataclass(frozen=True)
+class LidarSweeps:
+    """A key frame's LiDAR and the sweeps before it.
+
+    Attributes:
+        key: the key frame's own sweep; `to_key` is the identity.
+        before: earlier sweeps, nearest first.
+        missing: sweeps that the tables name and the disk lacks.
+        to_ego: (4, 4) float64, the key frame's sensor frame -> ego frame (x forward, y left, z up, metres) at its time.
+    """
+
+    key: LidarScan
+    before: tuple[LidarScan, ...]
+    missing: int
+    to_ego: np.ndarray
+
+
+@dataclass(frozen=True)
+class Camera:
+    """One camera image, still encoded, and where it was taken.
+
+    Attributes:
+        name: `CAM_FRONT` ...
+        path: the image file.
+        intrinsic: (3, 3) float64, pixels.
+        to_lidar: (4, 4) float64, camera frame (x right, y down, z forward) at the image's time -> LIDAR_TOP frame at the key
+            frame's time, through both ego poses.
+        to_ego: (4, 4) float64, camera frame at the image's time -> ego frame at the key frame's time; None where the
+            source does not tell.
+    """
+
+    name: str
+    path: Path
+    intrinsic: np.ndarray
+    to_lidar: np.ndarray
+    to_ego: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Cameras:
+    """The cameras of a key frame, in the order of `names`; extractors pick by name."""
+
+    views: tuple[Camera, ...]
+
+    def named(self, names: Sequence[str]) -> tuple[Camera, ...]:
+        """The cameras of these names, in this order; KeyError names the one that is not there."""
+        found = {view.name: view for view in self.views}
+        return tuple(found[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """Annotated objects of a key frame.
+
+    Attributes:
+        boxes: (object, 7) float64: x, y, z of the box's centre, length, width, height in metres, yaw in radians
+            (counter-clockwise from +x), in the LIDAR_TOP frame of the key frame.
+        velocity: (object, 2) float64 metres per second in that frame, NaN where unknown.
+        names: classes as detectors name them (`extractors.boxes3d.CLASSES`); `` for a category that they ignore.
+        categories: categories as annotated, `vehicle.car`; `` where the source does not tell.
+        attributes: `vehicle.moving` ..., `` for none or unknown.
+        lidar_points, radar_points: (object,) int64, points inside the box.
+        tokens: annotation tokens, `` where the source does not tell.
+    """
+
+    boxes: np.ndarray
+    velocity: np.ndarray
+    names: tuple[str, ...]
+    categories: tuple[str, ...]
+    attributes: tuple[str, ...]
+    lidar_points: np.ndarray
+    radar_points: np.ndarray
+    tokens: tuple[str, ...]
