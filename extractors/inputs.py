@@ -80,8 +80,8 @@ class LidarScan:
     """One sweep of the LiDAR.
 
     Attributes:
-        points: (point, 5) float32: x, y, z in metres in the sensor's own frame at its own time (nuScenes LIDAR_TOP: x right,
-            y forward, z up), intensity 0..255, ring 0..31.
+        points: (point, 5) float32: x, y, z in metres in the sensor's own frame at its own time (nuScenes LIDAR_TOP: x
+            right, y forward, z up), intensity 0..255, ring 0..31.
         to_key: (4, 4) float64, the sensor frame at its time -> the sensor frame at the key frame's time.
         lag: seconds from this sweep to the key frame, 0 or more.
     """
@@ -116,8 +116,8 @@ class Camera:
         name: `CAM_FRONT` ...
         path: the image file.
         intrinsic: (3, 3) float64, pixels.
-        to_lidar: (4, 4) float64, camera frame (x right, y down, z forward) at the image's time -> LIDAR_TOP frame at the key
-            frame's time, through both ego poses.
+        to_lidar: (4, 4) float64, camera frame (x right, y down, z forward) at the image's time -> LIDAR_TOP frame at
+            the key frame's time, through both ego poses.
         to_ego: (4, 4) float64, camera frame at the image's time -> ego frame at the key frame's time; None where the
             source does not tell.
     """
