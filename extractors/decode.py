@@ -231,20 +231,25 @@ class TorchCodec:
         self.name = f"torchcodec {torchcodec.__version__}"
         self.index = table
         self.rotation = PyAV(table).rotation
-        self._decoder = VideoDecoder(
-            str(table.path),
-            stream_index=table.stream,
-            dimension_order="NHWC",
-            seek_mode="exact",
-            num_ffmpeg_threads=threads(),
-        )
+        try:
+            self._decoder = VideoDecoder(
+                str(table.path),
+                stream_index=table.stream,
+                dimension_order="NHWC",
+                seek_mode="exact",
+                num_ffmpeg_threads=threads(),
+            )
+        except (RuntimeError, ValueError) as error:  # containers without seeking, among others
+            cause = str(error).splitlines()[0]
+            raise UnsupportedFile(f"{table.path}: torchcodec can't open it ({cause}); use decoder=pyav") from error
 
     def frames(self, indices: np.ndarray) -> Iterator[np.ndarray]:
         for chunk in _chunks(indices):
             try:
                 batch = self._decoder.get_frames_at(chunk.tolist())
             except (RuntimeError, IndexError) as error:
-                raise DecodeError(f"{self.index.path}: torchcodec: {str(error).splitlines()[0]}") from error
+                cause = str(error).splitlines()[0]
+                raise DecodeError(f"{self.index.path}: torchcodec: {cause}; use decoder=pyav") from error
             check_times(self.index, chunk, batch.pts_seconds.numpy())
             yield from batch.data.numpy()
 

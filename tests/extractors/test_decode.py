@@ -42,6 +42,7 @@ FILES = {
     "longer_audio.mp4": {"audio_s": 4.0},
     "variable_rate.mp4": {"times": [20 * n + 9 * (n % 3) for n in range(60)]},
 }
+REFUSED_BY_TORCHCODEC = {"asp.avi", "stream.ts", "bare.h264"}
 
 
 def numbers(frames: object, read_number: Callable[[np.ndarray], int]) -> list[int]:
@@ -56,6 +57,20 @@ def test_frame_k_is_the_kth_shown(name: str, make_video: Make, read_number: Call
     assert numbers(video.frames(np.arange(count)), read_number) == list(range(count))
     some = np.arange(0, count, 7)
     assert numbers(video.frames(some), read_number) == some.tolist()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_torchcodec_gives_the_right_frame_or_an_error(
+    name: str, make_video: Make, read_number: Callable[[np.ndarray], int]
+) -> None:
+    pytest.importorskip("torchcodec", reason="torchcodec is not installed", exc_type=(ImportError, RuntimeError))
+    video = make_video(name, **FILES[name])
+    some = np.arange(0, FILES[name].get("frames", 60), 7)
+    try:
+        assert numbers(open_video(video, "torchcodec").frames(some), read_number) == some.tolist()
+    except (UnsupportedFile, DecodeError) as error:
+        assert "pyav" in str(error)
+        assert name in REFUSED_BY_TORCHCODEC
 
 
 @pytest.mark.parametrize("name", FILES)
