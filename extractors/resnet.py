@@ -7,7 +7,8 @@ renames what detectron2 wrote. Normalisation is frozen: it always uses the store
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from extractors.errors import WeightsError
 
 CHANNELS = {"c2": 256, "c3": 512, "c4": 1024, "c5": 2048, "p2": 256, "p3": 256, "p4": 256, "p5": 256}
 """Channels of each level; the stride of level n is 2 ** n pixels."""
+
+Norm = Callable[[int], nn.Module]
 
 
 class FrozenBatchNorm(nn.Module):
@@ -41,17 +44,15 @@ class FrozenBatchNorm(nn.Module):
 class Bottleneck(nn.Module):
     """1x1, 3x3 and 1x1 convolution with a shortcut."""
 
-    def __init__(self, inputs: int, width: int, stride: int, stride_in_1x1: bool, eps: float) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, stride_in_1x1: bool, norm: Norm) -> None:
         super().__init__()
         first, second = (stride, 1) if stride_in_1x1 else (1, stride)
-        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, first, bias=False), FrozenBatchNorm(width, eps)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, second, 1, bias=False), FrozenBatchNorm(width, eps)
-        self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), FrozenBatchNorm(4 * width, eps)
+        self.conv1, self.bn1 = nn.Conv2d(inputs, width, 1, first, bias=False), norm(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, second, 1, bias=False), norm(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, 4 * width, 1, bias=False), norm(4 * width)
         self.downsample: nn.Module = nn.Identity()
         if stride != 1 or inputs != 4 * width:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), FrozenBatchNorm(4 * width, eps)
-            )
+            self.downsample = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), norm(4 * width))
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.bn1(self.conv1(x)))
@@ -67,19 +68,26 @@ class ResNet(nn.Module):
             not its 3x3 (torchvision).
         eps: added to each stored variance.
         blocks: bottlenecks in each stage.
+        norm: channels -> the normalisation, `FrozenBatchNorm` by default; `nn.BatchNorm2d` for checkpoints of detectors
+            that keep its counters.
     """
 
     def __init__(
-        self, stride_in_1x1: bool = False, eps: float = 1e-5, blocks: tuple[int, int, int, int] = (3, 4, 6, 3)
+        self,
+        stride_in_1x1: bool = False,
+        eps: float = 1e-5,
+        blocks: tuple[int, int, int, int] = (3, 4, 6, 3),
+        norm: Norm | None = None,
     ) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), FrozenBatchNorm(64, eps)
+        norm = norm or partial(FrozenBatchNorm, eps=eps)
+        self.conv1, self.bn1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False), norm(64)
         inputs = 64
         for stage, count in enumerate(blocks):
             layer = []
             for block in range(count):
                 stride = 2 if stage and not block else 1
-                layer.append(Bottleneck(inputs, 64 << stage, stride, stride_in_1x1, eps))
+                layer.append(Bottleneck(inputs, 64 << stage, stride, stride_in_1x1, norm))
                 inputs = 256 << stage
             setattr(self, f"layer{stage + 1}", nn.Sequential(*layer))
 
