@@ -1,15 +1,16 @@
-"""What CenterPoint, BEVDet and MSMDFusion share: a bird's-eye map, a head on it, and one feature per detected object."""
+"""What CenterPoint, BEVDet and MSMDFusion share: a bird's-eye map, a head on it, a feature per detected object."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from extractors.base import Extractor, Weights
 from extractors.boxes3d import CLASSES, footprint
+from extractors.errors import InvalidValues
 from storage.schema import Column, Record, Schema
 
 Convention = Literal["mmdet3d-1.0", "mmdet3d-0.x"]
@@ -104,33 +105,27 @@ def object_record(found: Detections, convention: Convention, frame: Frame) -> Re
 
 
 @dataclass(frozen=True, kw_only=True)
-class BevDetector(Extractor):
-    """Detect objects and cut each one's feature out of the bird's-eye map (NuScenes-QA, Algorithm 1).
+class Detector(Extractor):
+    """What the stages of a detector share; its own settings go into a class that precedes `BevDetector` or `BevHead`.
 
     Attributes:
         weights: an official checkpoint, or `untrained:SEED`.
-        give: what a record holds. `objects`: detections with their features. `detections`: without them. `bev`: the map
-            itself. `heads`: the head's raw outputs. The last two are dense tensors (docs/nuscenes.md says what they cost).
-        crop, shape, pool: how a feature is cut, see `extractors.crop.crop`.
         objects: how many are kept, 1 to 500 (NuScenes-QA's trainer reads 100).
         order: by `score`, or as the `detector` lists them.
-        dtype: of features and maps.
     """
 
     weights: Weights
-    give: Literal["objects", "detections", "bev", "heads"] = "objects"
-    crop: Literal["exact", "legacy"] = "exact"
-    shape: Literal["rotated", "circumscribed"] = "rotated"
-    pool: Literal["mean", "max"] = "mean"
     objects: int = 80
     order: Literal["score", "detector"] = "score"
-    dtype: Literal["float16", "float32"] = "float16"
 
     device: ClassVar[str] = "gpu"
 
     def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
+                raise ValueError(f"{self.name}: {name} is {getattr(self, name)!r}, expected one of {get_args(hint)}")
         if not 1 <= self.objects <= 500:
-            raise ValueError(f"objects is {self.objects}, expected 1 to 500")
+            raise ValueError(f"{self.name}: objects is {self.objects}, expected 1 to 500")
 
     @property
     def grid(self) -> Grid:
@@ -147,6 +142,57 @@ class BevDetector(Extractor):
         """Name -> shape of the head's raw outputs."""
         raise NotImplementedError
 
+    @property
+    def facts(self) -> dict[str, Column]:
+        """Columns that tell of the key frame, one value each; records of objects repeat it for every object."""
+        return {}
+
+    def facts_of(self, prepared: Any) -> dict[str, Any]:
+        """The values of `facts` for one prepared input."""
+        return {}
+
+    def found_schema(self, give: str) -> Schema:
+        """Schema of `detections` or `heads`."""
+        if give == "heads":
+            columns = {name: Column(shape, "float32") for name, shape in self.outputs.items()}
+            return Schema({**columns, **self.facts}, format="hdf5")
+        return Schema({**object_columns(self.box_convention, self.grid.frame), **self.facts}, element="object")
+
+    def found_records(
+        self, give: str, head: Head, outputs: Mapping[str, Any]
+    ) -> list[tuple[Record, Detections | None]]:
+        """The head's part of each record of a batch, without `facts`; and the objects where they were looked for."""
+        if give == "heads":
+            arrays = {name: outputs[name].float().cpu().numpy() for name in self.outputs}
+            count = len(next(iter(arrays.values())))
+            return [({name: array[i] for name, array in arrays.items()}, None) for i in range(count)]
+        found = [one.pick(self.order, self.objects) for one in head.detect(outputs)]
+        return [(object_record(one, self.box_convention, self.grid.frame), one) for one in found]
+
+    def with_facts(self, record: Record, prepared: Any, objects: int | None) -> Record:
+        """The record with `facts`, repeated for so many objects, or once for None."""
+        values = self.facts_of(prepared)
+        shape = () if objects is None else (objects,)
+        return {**record, **{name: np.full(shape, values[name], column.numpy) for name, column in self.facts.items()}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BevDetector(Detector):
+    """Detect objects and cut each one's feature out of the bird's-eye map (NuScenes-QA, Algorithm 1).
+
+    Attributes:
+        give: what a record holds. `objects`: detections with their features. `detections`: without them. `bev`: the map
+            itself. `heads`: the head's raw outputs. The last two are dense (docs/nuscenes.md says what they cost).
+        crop, shape, pool: how a feature is cut, see `extractors.crop.crop`.
+        dtype: of features and maps.
+    """
+
+    give: Literal["objects", "detections", "bev", "heads"] = "objects"
+    crop: Literal["exact", "legacy"] = "exact"
+    shape: Literal["rotated", "circumscribed"] = "rotated"
+    pool: Literal["mean", "max"] = "mean"
+    dtype: Literal["float16", "float32"] = "float16"
+
     def network(self, device: str) -> tuple[Callable[[Sequence[Any]], Any], Head]:
         """Load the weights: a function from prepared inputs to their (B, C, H, W) map, and the head."""
         raise NotImplementedError
@@ -155,57 +201,125 @@ class BevDetector(Extractor):
     def schema(self) -> Schema:
         grid = self.grid
         if self.give == "bev":
-            return bev_schema(grid, self.dtype)
-        if self.give == "heads":
-            return Schema({name: Column(shape, "float32") for name, shape in self.outputs.items()}, format="hdf5")
-        columns = object_columns(self.box_convention, grid.frame)
-        if self.give == "objects":
-            columns = {
-                "feature": Column((grid.channels,), self.dtype, doc=f"{self.pool} of the map under the box"),
-                **columns,
-                "valid": Column((), "bool", doc="false where the box lies off the map; its feature is zeros"),
-            }
-        return Schema(columns, element="object")
+            return bev_schema(grid, self.dtype, self.facts)
+        found = self.found_schema("heads" if self.give == "heads" else "detections")
+        if self.give != "objects":
+            return found
+        feature = Column((grid.channels,), self.dtype, doc=f"{self.pool} of the map under the box")
+        valid = Column((), "bool", doc="false where the box lies off the map; its feature is zeros")
+        return Schema({"feature": feature, **found.columns, "valid": valid}, element="object")
 
     def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
+        """Load the weights; on the CPU key frames go through one by one, so a batch changes no value there."""
         import torch
 
         from extractors.crop import crop
+        from extractors.inference import inference
 
         body, head = self.network(device)
-        grid, dtype = self.grid, np.dtype(self.dtype)
+        grid = self.grid
+        together = 1 if torch.device(device).type == "cpu" else self.batch
 
-        @torch.inference_mode()
-        def run(batch: Sequence[Any]) -> list[Record]:
+        def some(batch: Sequence[Any]) -> list[Record]:
             maps = body(batch)
             if self.give == "bev":
-                return [bev_record(one, grid, self.dtype) for one in maps.cpu().numpy()]
-            outputs = head(maps)
-            if self.give == "heads":
-                arrays = {name: outputs[name].float().cpu().numpy() for name in self.outputs}
-                return [{name: array[i] for name, array in arrays.items()} for i in range(len(batch))]
+                records = [bev_record(one, grid, self.dtype) for one in maps.cpu().numpy()]
+                return [self.with_facts(record, item, None) for record, item in zip(records, batch, strict=True)]
             records = []
-            for one, found in zip(maps, head.detect(outputs), strict=True):
-                found = found.pick(self.order, self.objects)
-                record = object_record(found, self.box_convention, grid.frame)
+            found_all = self.found_records(self.give, head, head(maps))
+            for one, (record, found), item in zip(maps, found_all, batch, strict=True):
+                if found is None:
+                    records.append(self.with_facts(record, item, None))
+                    continue
                 if self.give == "objects":
                     cells = grid.to_cells(found.boxes, self.box_convention)
                     features, valid = crop(one, cells, self.crop, self.shape, self.pool)
-                    record = {"feature": features.cpu().numpy().astype(dtype), **record, "valid": valid}
-                records.append(record)
+                    record = {"feature": stored(features.cpu().numpy(), self.dtype), **record, "valid": valid}
+                records.append(self.with_facts(record, item, len(found.scores)))
             return records
+
+        @inference
+        def run(batch: Sequence[Any]) -> list[Record]:
+            return [r for start in range(0, len(batch), together) for r in some(batch[start : start + together])]
 
         return run
 
 
-def bev_schema(grid: Grid, dtype: str) -> Schema:
-    """A record that is one map."""
+@dataclass(frozen=True, kw_only=True)
+class BevHead(Detector):
+    """Detect objects on maps that an earlier stage keeps (`give=bev`): only the head's weights are used.
+
+    Attributes:
+        give: `detections`, or the head's raw outputs, `heads`.
+    """
+
+    batch: ClassVar[int] = 4
+
+    give: Literal["detections", "heads"] = "detections"
+
+    def head(self, device: str) -> Head:
+        """Load the head's weights."""
+        raise NotImplementedError
+
+    @property
+    def schema(self) -> Schema:
+        return self.found_schema(self.give)
+
+    def prepare(self, key: str, *inputs: Record) -> Record:
+        """Check that a kept map is what this head takes.
+
+        Raises:
+            InvalidValues: another shape, cell, place or frame, or a map that another detector's stage kept.
+        """
+        (record,), grid = inputs, self.grid
+        if missing := [name for name in ("bev", "cell", "origin", "frame", *self.facts) if name not in record]:
+            raise InvalidValues(
+                f"{key}: the record fed to {self.name} has no column {missing}; feed it a stage of give=bev"
+            )
+        cell, origin = float(record["cell"]), tuple(np.asarray(record["origin"], float).tolist())
+        found = (*record["bev"].shape, cell, *origin, str(record["frame"]))
+        wanted = (grid.channels, grid.height, grid.width, grid.cell, *grid.origin, grid.frame)
+        if found[:3] != wanted[:3] or found[6] != wanted[6] or not np.allclose(found[3:6], wanted[3:6], atol=1e-4):
+            text = "a map {}x{}x{} of cells of {:.3g} m from ({:.4g}, {:.4g}) in the {} frame"
+            raise InvalidValues(
+                f"{key}: {self.name} takes {text.format(*wanted)}, the record has {text.format(*found)}"
+            )
+        return record
+
+    def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
+        """Load the head; on the CPU maps go through one by one."""
+        import torch
+
+        from extractors.inference import inference
+
+        head = self.head(device)
+        together = 1 if torch.device(device).type == "cpu" else self.batch
+
+        @inference
+        def run(batch: Sequence[Record]) -> list[Record]:
+            records = []
+            for start in range(0, len(batch), together):
+                some = batch[start : start + together]
+                maps = torch.from_numpy(np.stack([record["bev"] for record in some])).to(device).float()
+                for (record, found), item in zip(self.found_records(self.give, head, head(maps)), some, strict=True):
+                    records.append(self.with_facts(record, item, None if found is None else len(found.scores)))
+            return records
+
+        return run
+
+    def facts_of(self, prepared: Record) -> dict[str, Any]:
+        return {name: prepared[name] for name in self.facts}
+
+
+def bev_schema(grid: Grid, dtype: str, facts: Mapping[str, Column]) -> Schema:
+    """A record that is one map, and facts of its key frame."""
     return Schema(
         {
             "bev": Column((grid.channels, grid.height, grid.width), dtype, frame=grid.frame, doc="(C, y, x)"),
             "cell": Column((), "float32", "m", doc="side of a cell"),
             "origin": Column((2,), "float32", "m", grid.frame, doc="x, y where both indices start"),
             "frame": Column((), "string"),
+            **facts,
         },
         format="hdf5",
     )
@@ -214,8 +328,24 @@ def bev_schema(grid: Grid, dtype: str) -> Schema:
 def bev_record(bev: np.ndarray, grid: Grid, dtype: str) -> Record:
     """The columns of `bev_schema`."""
     return {
-        "bev": bev.astype(dtype),
+        "bev": stored(bev, dtype),
         "cell": np.array(grid.cell, np.float32),
         "origin": np.array(grid.origin, np.float32),
         "frame": np.array(grid.frame, object),
     }
+
+
+def stored(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Features in the dtype that is stored.
+
+    Raises:
+        InvalidValues: NaN or infinity, or numbers beyond float16.
+    """
+    with np.errstate(over="ignore"):
+        result = values.astype(dtype)
+    if not np.isfinite(result).all():
+        reach = f"as large as {np.abs(values).max():.3g}" if np.isfinite(values).all() else "NaN or infinite"
+        raise InvalidValues(
+            f"the map is {reach}, which {dtype} can't hold; are the weights whole? dtype=float32 holds more"
+        )
+    return result

@@ -1,12 +1,14 @@
 """Checkpoints: read them without running code from them, load them strictly, say what is in them.
 
 A checkpoint holds tensors by name, bare or under `state_dict` or `model_state_dict`, maybe with the prefix `module.`
-that DataParallel adds.
+that DataParallel adds. Where it holds an average over training steps beside the last weights (EMA), the average is
+taken, and that is logged.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import warnings
 from collections.abc import Mapping
@@ -19,7 +21,18 @@ from extractors.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+_log = logging.getLogger(__name__)
+
+_AVERAGES = ("ema_state_dict", "state_dict_ema", "model_ema")
 _WRAPPERS = ("model_state_dict", "state_dict", "model")
+_COUNTERS = ("steps", "n_averaged")  # that averages carry beside their tensors
+_LEFT_OUT = (
+    "mmengine.",
+    "mmcv.",
+    "mmdet.",
+    "mmdet3d.",
+    "numpy.",
+)  # whose objects a training's file holds beside tensors
 _SHOWN = 12  # keys in an error text
 
 
@@ -33,6 +46,8 @@ class Checkpoint:
         wrapper: the entry of the file that held them, "" for a bare state_dict.
         prefix: `module.` where keys had it, else "".
         others: the file's other entries (`epoch`, `optimizer_state_dict` ...).
+        meta: what the file tells of its training as plain values (`mmdet3d_version`, `config` ...).
+        notes: what a user should know of how it was read.
     """
 
     path: Path
@@ -40,6 +55,39 @@ class Checkpoint:
     wrapper: str
     prefix: str
     others: tuple[str, ...]
+    meta: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How the tensors of a checkpoint fit a network; all keys in the checkpoint's own naming.
+
+    Attributes:
+        network: `votenet`, `centerpoint` ...
+        naming: whose key names, or which variant of the network.
+        ignored: keys of other parts of a model, that are not needed.
+        unexpected, missing: keys.
+        mismatched: (key, shape, expected shape).
+        notes: what else a user should know.
+    """
+
+    network: str
+    naming: str
+    ignored: frozenset[str]
+    unexpected: tuple[str, ...]
+    missing: tuple[str, ...]
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    notes: tuple[str, ...]
+
+    @property
+    def loads(self) -> bool:
+        """True where nothing is missing, unexpected or of another shape."""
+        return not (self.unexpected or self.missing or self.mismatched)
+
+    def use(self, key: str) -> str:
+        """`loaded`, `ignored` or `unexpected`."""
+        return "ignored" if key in self.ignored else "unexpected" if key in self.unexpected else "loaded"
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -52,11 +100,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     wrapper = ""
     others: tuple[str, ...] = ()
+    meta: Mapping[str, Any] = {}
+    notes: list[str] = []
     if isinstance(content, Mapping):
-        found = next((name for name in _WRAPPERS if isinstance(content.get(name), Mapping)), "")
+        meta = content["meta"] if isinstance(content.get("meta"), Mapping) else {}
+        averages: tuple[str, ...] = _AVERAGES
+        if "message_hub" in content or "mmengine_version" in meta:
+            averages = ()
+            if "ema_state_dict" in content:
+                notes.append("mmengine: state_dict holds the averaged weights (EMA), ema_state_dict the last ones")
+        found = next((name for name in (*averages, *_WRAPPERS) if isinstance(content.get(name), Mapping)), "")
         if found:
             wrapper, others = found, tuple(str(key) for key in content if key != found)
             content = content[found]
+        if wrapper in averages:
+            content = {key: value for key, value in content.items() if key not in _COUNTERS}
+            notes.append(f"the averaged weights (EMA, {wrapper}) are taken")
     if not isinstance(content, Mapping) or not content:
         raise WeightsError(f"{path}: holds a {type(content).__name__}, expected tensors by name (a state_dict)")
     if strangers := [key for key, value in content.items() if not (isinstance(key, str) and _is_tensor(value))]:
@@ -66,7 +125,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
     prefix = "module." if all(key.startswith("module.") for key in content) else ""
     state = {key.removeprefix(prefix): value for key, value in content.items()}
-    return Checkpoint(path, state, wrapper, prefix, others)
+    state, averaged = _averaged(state)
+    if averaged:
+        notes.append(f"{averaged} tensors have averaged copies (ema_*), which are taken")
+    for note in notes:
+        _log.warning("%s: %s", path, note)
+    return Checkpoint(path, state, wrapper, prefix, others, meta, tuple(notes))
+
+
+def _averaged(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """The state_dict with mmcv's averaged copies in place of the tensors that they belong to; how many there were.
+
+    The copy of `neck.conv.weight` is called `ema_neck_conv_weight`.
+    """
+    copies = {key: f"ema_{key.replace('.', '_')}" for key in state if not key.startswith("ema_")}
+    copies = {key: copy for key, copy in copies.items() if copy in state}
+    left = {key: value for key, value in state.items() if key not in copies.values()}
+    return {key: state[copies.get(key, key)] for key in left}, len(copies)
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -135,23 +210,52 @@ def seeded_init(module: nn.Module, seed: int) -> None:
     module.load_state_dict(state)
 
 
+def compare(
+    network: str,
+    naming: str,
+    state: Mapping[str, Tensor],
+    expected: Mapping[str, tuple[int, ...]],
+    ignored: frozenset[str] = frozenset(),
+    notes: tuple[str, ...] = (),
+) -> Fit:
+    """How a state_dict fits keys and shapes; counters of BatchNorm may be absent."""
+    return Fit(
+        network=network,
+        naming=naming,
+        ignored=ignored,
+        unexpected=tuple(sorted(state.keys() - expected.keys() - ignored)),
+        missing=tuple(k for k in expected if k not in state and not k.endswith("num_batches_tracked")),
+        mismatched=tuple(
+            (k, tuple(state[k].shape), shape) for k, shape in expected.items() if k in state and state[k].shape != shape
+        ),
+        notes=notes,
+    )
+
+
 def describe(path: Path) -> dict[str, Any]:
     """What a checkpoint holds and whether it loads, as plain JSON types: the report of `doctor --checkpoint`.
 
     Returns:
         file, bytes, sha256; wrapper, prefix, others (see `Checkpoint`); network and naming as detected (null where
-        unknown); keys: [{key, shape, dtype, use}] with use `loaded`, `ignored` (known, of another part of the model)
-        or `unexpected`; missing: expected keys that are absent; mismatched: [{key, shape, expected}]; notes; loads.
+        unknown); parts: [{part, keys, values}] by the first word of the keys; keys: [{key, shape, dtype, use}] with use
+        `loaded`, `ignored` (known, of another part of the model) or `unexpected`; missing: expected keys that are
+        absent; mismatched: [{key, shape, expected}]; notes; loads.
 
     Raises:
         WeightsError: the file can't be read.
     """
-    from extractors import votenet_namings
+    from extractors import bev_checkpoint, votenet_namings
 
     checkpoint = read_checkpoint(path)
-    fit = votenet_namings.inspect(checkpoint.state)
+    fit = votenet_namings.inspect(checkpoint.state) or bev_checkpoint.inspect(checkpoint)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+    parts: dict[str, list[int]] = {}
+    for key, value in checkpoint.state.items():
+        part = parts.setdefault(key.partition(".")[0], [0, 0])
+        part[0] += 1
+        part[1] += 0 if key.endswith("num_batches_tracked") else value.numel()
+    unknown = (f"no known network: {votenet_namings.EXPECTED}; or {bev_checkpoint.EXPECTED}",)
     return {
         "file": str(path),
         "bytes": path.stat().st_size,
@@ -159,8 +263,9 @@ def describe(path: Path) -> dict[str, Any]:
         "wrapper": checkpoint.wrapper,
         "prefix": checkpoint.prefix,
         "others": list(checkpoint.others),
-        "network": "votenet" if fit else None,
+        "network": fit.network if fit else None,
         "naming": fit.naming if fit else None,
+        "parts": [{"part": part, "keys": keys, "values": values} for part, (keys, values) in parts.items()],
         "keys": [
             {
                 "key": key,
@@ -172,7 +277,7 @@ def describe(path: Path) -> dict[str, Any]:
         ],
         "missing": list(fit.missing) if fit else [],
         "mismatched": [{"key": k, "shape": list(s), "expected": list(e)} for k, s, e in fit.mismatched] if fit else [],
-        "notes": list(fit.notes) if fit else [f"no known network: {votenet_namings.EXPECTED}"],
+        "notes": [*checkpoint.notes, *(fit.notes if fit else unknown)],
         "loads": bool(fit and fit.loads),
     }
 
@@ -187,24 +292,38 @@ def _read_safetensors(path: Path) -> Any:
         raise WeightsError(f"{path}: no safetensors file: {error}") from error
 
 
+class _LeftOut:
+    """Stands for an object of a training framework in a file: nothing of the framework is imported, no code is run."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
 def _read_torch(path: Path) -> Any:
     import torch
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of formats that are refused below
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # an unpickler of foreign bytes raises whatever it meets
-        if blocked := re.search(r"GLOBAL (\S+)", str(error)):
+    left_out: list[Any] = []
+    while True:
+        try:
+            with warnings.catch_warnings(), torch.serialization.safe_globals(left_out):
+                warnings.simplefilter("ignore")  # of formats that are refused below
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # an unpickler of foreign bytes raises whatever it meets
+            if blocked := re.search(r"GLOBAL (\S+)", str(error)):
+                name = blocked[1]
+                if name.startswith(_LEFT_OUT) and name not in [known for _, known in left_out]:
+                    left_out.append((_LeftOut, name))
+                    continue
+                raise WeightsError(
+                    f"{path}: holds {name}, a Python object whose unpickling could run code, so nothing was "
+                    f"unpickled. Where you trust the file, save its tensors alone: torch.save(model.state_dict(), ...)"
+                ) from error
+            reason = (str(error).strip() or type(error).__name__).partition(". ")[0]
             raise WeightsError(
-                f"{path}: holds {blocked[1]}, a Python object whose unpickling could run code, so nothing was "
-                f"unpickled. Where you trust the file, save its tensors alone: torch.save(model.state_dict(), ...)"
+                f"{path}: no checkpoint that can be read without running code from it, or a damaged one ({reason}); "
+                f"expected what torch.save writes for a state_dict. Is the download complete?"
             ) from error
-        reason = (str(error).strip() or type(error).__name__).partition(". ")[0]
-        raise WeightsError(
-            f"{path}: no checkpoint that can be read without running code from it, or a damaged one ({reason}); "
-            f"expected what torch.save writes for a state_dict. Is the download complete?"
-        ) from error
 
 
 def _is_tensor(value: Any) -> bool:

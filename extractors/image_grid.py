@@ -98,12 +98,12 @@ class ImageGrid(Extractor):
     def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
         import torch
 
+        from extractors.inference import inference
+
         network = self.build().eval().requires_grad_(False).to(device)
         names = list(self.grids)
 
-        # In TF32, cuDNN's default, convolutions keep 10 bits of each factor: a GPU would give other grids than a CPU.
-        @torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
-        @torch.inference_mode()
+        @inference
         def run(items: Sequence[tuple[list[np.ndarray], np.ndarray | None]]) -> list[Record]:
             images = [image for item, _ in items for image in item]
             parts: dict[str, list[np.ndarray]] = {name: [] for name in names}

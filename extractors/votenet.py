@@ -262,6 +262,7 @@ class VoteNet(Extractor):
 
         from extractors import votenet_namings
         from extractors.checkpoint import read_state, seeded_init
+        from extractors.inference import inference
         from extractors.votenet_network import VoteNetwork
 
         family = FAMILIES[self.family]
@@ -277,6 +278,7 @@ class VoteNet(Extractor):
         mean_sizes = np.array(self.mean_sizes or family.mean_sizes)
         together = 1 if torch.device(device).type == "cpu" else self.batch
 
+        @inference
         def run(batch: Sequence[Points]) -> list[Record]:
             records = []
             for start in range(0, len(batch), together):

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from extractors.errors import WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from extractors.checkpoint import Fit
 
 Naming = Literal["scanqa", "votenet", "mmdet3d"]
 EXPECTED = (
@@ -134,37 +135,6 @@ def _flat(layer: str) -> str:
     return layer.removesuffix(".bn") if layer.endswith("bn.bn") else layer
 
 
-@dataclass(frozen=True)
-class Fit:
-    """How the tensors of a checkpoint fit VoteNet; all keys in the checkpoint's own naming.
-
-    Attributes:
-        naming: whose key names they have.
-        channels: features per point besides x, y, z.
-        ignored: keys of SQA3D's question-answering head.
-        unexpected, missing: keys.
-        mismatched: (key, shape, expected shape).
-        notes: what else a user should know.
-    """
-
-    naming: Naming
-    channels: int
-    ignored: frozenset[str]
-    unexpected: tuple[str, ...]
-    missing: tuple[str, ...]
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    notes: tuple[str, ...]
-
-    @property
-    def loads(self) -> bool:
-        """True where nothing is missing, unexpected or of another shape."""
-        return not (self.unexpected or self.missing or self.mismatched)
-
-    def use(self, key: str) -> str:
-        """`loaded`, `ignored` or `unexpected`."""
-        return "ignored" if key in self.ignored else "unexpected" if key in self.unexpected else "loaded"
-
-
 def detect(state: Mapping[str, Tensor]) -> Naming | None:
     """Whose key names these are, None where they are not VoteNet's."""
     return next((naming for naming, sign in _SIGNS.items() if any(key.startswith(sign) for key in state)), None)
@@ -181,12 +151,12 @@ def convert(state: Mapping[str, Tensor], to: Naming) -> dict[str, Tensor]:
     Raises:
         WeightsError: the naming is not recognised, or the detector is not complete.
     """
-    fit = inspect(state)
-    if fit is None:
+    naming, fit = detect(state), inspect(state)
+    if naming is None or fit is None:
         raise WeightsError(f"no VoteNet: {EXPECTED}")
     _require(fit, "the state_dict", allow_unexpected=True)
     strangers = fit.ignored.union(fit.unexpected)
-    return _from_hub(_to_hub({k: v for k, v in state.items() if k not in strangers}, fit.naming), to)
+    return _from_hub(_to_hub({k: v for k, v in state.items() if k not in strangers}, naming), to)
 
 
 def load(network: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
@@ -199,31 +169,30 @@ def load(network: nn.Module, state: Mapping[str, Tensor], where: str) -> None:
     """
     from extractors.checkpoint import load_strict
 
-    fit = inspect(state)
-    if fit is None:
+    naming, fit = detect(state), inspect(state)
+    if naming is None or fit is None:
         raise WeightsError(f"{where}: no VoteNet: {EXPECTED}")
-    channels = network.state_dict()[f"{_SIGNS['votenet']}mlp_module.layer0.conv.weight"].shape[1] - 3
-    if fit.channels != channels:
+    taken, channels = _channels(_to_hub(state, naming)), _channels(network.state_dict())
+    if taken != channels:
         raise WeightsError(
-            f"{where}: takes {fit.channels} features per point besides x, y, z; the settings give {channels}. "
+            f"{where}: takes {taken} features per point besides x, y, z; the settings give {channels}. "
             f"Colour is 3, normal 3, height 1: set family, use_color, use_normal and use_height as in training"
         )
     _require(fit, where)
-    load_strict(network, _to_hub({k: v for k, v in state.items() if k not in fit.ignored}, fit.naming), where)
+    load_strict(network, _to_hub({k: v for k, v in state.items() if k not in fit.ignored}, naming), where)
 
 
 def inspect(state: Mapping[str, Tensor]) -> Fit | None:
     """Compare a state_dict with what VoteNet needs; None where it has none of VoteNet's names."""
     import torch
 
+    from extractors.checkpoint import compare
     from extractors.votenet_network import VoteNetwork
 
     naming = detect(state)
     if naming is None:
         return None
-    hub = _to_hub(state, naming)
-    first = hub.get(f"{_SIGNS['votenet']}mlp_module.layer0.conv.weight")
-    channels = first.shape[1] - 3 if first is not None and first.ndim == 4 else 1
+    channels = _channels(_to_hub(state, naming))
     with torch.device("meta"):
         blank = VoteNetwork(channels).state_dict()
     expected = {key: tuple(value.shape) for key, value in _from_hub(blank, naming).items()}
@@ -240,17 +209,13 @@ def inspect(state: Mapping[str, Tensor]) -> Fit | None:
     notes = [f"{len(ignored)} keys belong to the question-answering head and are not needed here"] if ignored else []
     if any(key.startswith("lang_cls.") for key in ignored):
         notes.append("lang_cls.* is what SQA3D's code now calls aux_reg.*: rename it to load the whole model there")
-    return Fit(
-        naming=naming,
-        channels=channels,
-        ignored=ignored,
-        unexpected=tuple(sorted(state.keys() - expected.keys() - ignored)),
-        missing=tuple(k for k in expected if k not in state and not k.endswith("num_batches_tracked")),
-        mismatched=tuple(
-            (k, tuple(state[k].shape), shape) for k, shape in expected.items() if k in state and state[k].shape != shape
-        ),
-        notes=tuple(notes),
-    )
+    return compare("votenet", naming, state, expected, ignored, tuple(notes))
+
+
+def _channels(hub: Mapping[str, Tensor]) -> int:
+    """Features per point besides x, y, z, 1 where that can't be told."""
+    first = hub.get(f"{_SIGNS['votenet']}mlp_module.layer0.conv.weight")
+    return first.shape[1] - 3 if first is not None and first.ndim == 4 else 1
 
 
 def _require(fit: Fit, where: str, allow_unexpected: bool = False) -> None:

@@ -39,6 +39,8 @@ EXTRACTORS = {  # name in YAML -> module, class
     "resnet_fpn": ("extractors.image_grid", "ResNetFPN"),
     "timm_grid": ("extractors.image_grid", "TimmGrid"),
     "clipbert_grid": ("extractors.image_grid", "ClipBertGrid"),
+    "centerpoint": ("extractors.centerpoint", "CenterPoint"),
+    "centerpoint_head": ("extractors.centerpoint", "CenterPointHead"),
     "fake": ("extractors.fake", "Fake"),
 }
 SOURCES = {
