@@ -45,7 +45,7 @@ def ball_query(xyz: Tensor, centres: Tensor, radius: float, limit: int) -> tuple
     batch, points, _ = xyz.shape
     per_scan = centres.shape[1]
     r2 = float(np.float32(radius) * np.float32(radius))
-    order, starts, ends = _cells(xyz, centres, radius)
+    order, starts, ends = cells_around(xyz, centres, radius)
     tests = (ends - starts).sum(1)
     if int(tests.sum()) * _CROWDED > len(tests) * points:
         found = [_scan_in_order(*scan, r2, limit) for scan in zip(xyz, centres, strict=True)]
@@ -82,7 +82,7 @@ def _scan_in_order(xyz: Tensor, centres: Tensor, r2: float, limit: int) -> tuple
 def _scan_cells(
     xyz: Tensor, centres: Tensor, r2: float, limit: int, order: Tensor, starts: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Test the points of the cells around each centre (see `_cells`); all scans of a batch in one row of points.
+    """Test the points of the cells around each centre (see `cells_around`); all scans of a batch in one row of points.
 
     Returns:
         As `_scan_in_order`.
@@ -93,7 +93,7 @@ def _scan_cells(
     chunk_of = (ends - starts).sum(1).cumsum(0).div(_CANDIDATES, rounding_mode="floor")
     for size, begin in _runs(chunk_of):
         s, e = starts[begin : begin + size], ends[begin : begin + size]
-        position, cell = _expand(s.reshape(-1), (e - s).reshape(-1))
+        position, cell = expand_ranges(s.reshape(-1), (e - s).reshape(-1))
         candidate, row = order[position], cell.div_(s.shape[1], rounding_mode="floor")
         difference = xyz.index_select(0, candidate).sub_(centres.index_select(0, row + begin))
         x, y, z = difference.square_().unbind(1)
@@ -108,7 +108,7 @@ def _scan_cells(
     return neighbours, hits
 
 
-def _cells(xyz: Tensor, centres: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
+def cells_around(xyz: Tensor, centres: Tensor, radius: float) -> tuple[Tensor, Tensor, Tensor]:
     """Sort points into cells; give for each centre 9 runs (start, end) of that order, 3 cells along z each.
 
     Returns:
@@ -141,7 +141,7 @@ def _runs(values: Tensor) -> list[tuple[int, int]]:
     return list(zip(lengths, np.cumsum([0, *lengths[:-1]]).tolist(), strict=True))
 
 
-def _expand(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def expand_ranges(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Concatenate the ranges start .. start + length; also the number of the range each entry is from."""
     run = torch.repeat_interleave(lengths)
     before = lengths.cumsum(0) - lengths

@@ -210,11 +210,14 @@ def _unflat(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _submanifold_map(x: SparseTensor, kernel: Triple) -> IndexMap:
-    """Sites along x are neighbours in sorted order, so one search finds a whole row of the kernel."""
+    """Sites along x are neighbours in sorted order, so one search finds a whole row of the kernel.
+
+    Of a site given twice, neighbours see the first row, and each row its own centre.
+    """
     reach = [size // 2 for size in kernel]
     padded = [size + 2 * r for size, r in zip(x.shape, reach, strict=True)]  # no neighbour wraps around a border
     keys = _flat(x.coords + x.coords.new_tensor([0, *reach]), (x.batch_size, *padded))
-    keys, rows = keys.sort()
+    keys, rows = keys.sort(stable=True)
     sites = len(keys)
     fence = torch.cat([keys, keys.new_full((1,), torch.iinfo(torch.int64).max)])
     neighbour = keys.new_full((prod(kernel), sites), -1)
@@ -228,6 +231,7 @@ def _submanifold_map(x: SparseTensor, kernel: Triple) -> IndexMap:
             position += hit
             wanted = wanted + 1
             place += 1
+    neighbour[place // 2] = torch.arange(sites, device=keys.device)
     return _grouped(neighbour, x.coords, x.shape, x.maps)
 
 
