@@ -1,0 +1,151 @@
+"""CenterPoint behind its sparse encoder, and its whole post-processing, against mmdetection3d's outputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from extractors import bev_checkpoint
+from extractors.base import Weights
+from extractors.center_head import TASKS, Candidates, CenterHead
+from extractors.centerpoint import CenterPoint
+from extractors.centerpoint_network import CenterPointNetwork, sparse_batch
+from extractors.inputs import LidarScan, LidarSweeps
+
+KEY_FRAME = "n015-2018-07-24-11-22-45+0800__LIDAR_TOP__1532402927647951.pcd.bin"
+MAPS = {"reg": 2, "height": 1, "dim": 3, "rot": 2, "vel": 2, "heatmap": 0}
+
+
+def key_frame(data_dir: Path, recipe: dict[str, Any]) -> LidarSweeps:
+    """The reference's scan, without sweeps."""
+    if unknown := recipe.keys() - {"model", "salt", "negate_x"}:
+        pytest.fail(f"the recipe asks for {sorted(unknown)}, which this test doesn't know")
+    path = data_dir / "nuscenes" / KEY_FRAME
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    points = np.fromfile(path, np.float32).reshape(-1, 5)
+    if recipe.get("negate_x"):
+        points[:, 0] *= -1
+    return LidarSweeps(LidarScan(points, np.eye(4), 0.0), (), 0, np.eye(4))
+
+
+def synthetic(recipe: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Head maps drawn as the reference's `synthetic_head_maps` says."""
+    rng = np.random.RandomState(recipe["seed"])
+    maps = {}
+    for task, names in enumerate(TASKS):
+        for name, channels in MAPS.items():
+            mean, scale = recipe["affine"][name]
+            mean -= 0.25 * task * (name == "heatmap")
+            values = mean + scale * rng.standard_normal((1, channels or len(names), 180, 180))
+            maps[f"task{task}_{name}"] = torch.from_numpy(values.astype(np.float32))
+    return maps
+
+
+def final(head: CenterHead, decoded: list[Candidates], thresholds: np.ndarray) -> dict[str, np.ndarray]:
+    """What is left of the candidates of all tasks, z of the bottom, labels over all classes."""
+    parts: dict[str, list[np.ndarray]] = {"boxes": [], "scores": [], "labels": [], "cell": []}
+    for task, found in enumerate(decoded):
+        rows = head.suppress(task, found)
+        rows = rows[found.scores[rows] > thresholds[task]]
+        boxes = found.boxes[rows]
+        boxes[:, 2] -= boxes[:, 5] / 2
+        parts["boxes"].append(boxes)
+        parts["scores"].append(found.scores[rows])
+        parts["labels"].append(found.labels[rows] + sum(len(names) for names in TASKS[:task]))
+        parts["cell"].append(found.cells[rows])
+    return {name: np.concatenate(part) for name, part in parts.items()}
+
+
+def assert_same_boxes(ours: dict[str, np.ndarray], arrays: Any, prefix: str) -> None:
+    """One to one: the same label, centres within a millimetre, scores within 1e-4, the rest within 1e-3."""
+    boxes, scores, labels = (arrays[f"{prefix}.{name}"] for name in ("boxes", "scores", "labels"))
+    assert len(ours["boxes"]) == len(boxes)
+    fits = np.linalg.norm(ours["boxes"][:, None, :3] - boxes[:, :3], axis=2) < 1e-3
+    fits &= (ours["labels"][:, None] == labels) & (abs(ours["scores"][:, None] - scores) < 1e-4)
+    assert (fits.sum(0) == 1).all()
+    assert (fits.sum(1) == 1).all()
+    partner = fits.argmax(1)
+    turn = (ours["boxes"][:, 6] - boxes[partner, 6] + np.pi) % (2 * np.pi) - np.pi
+    assert abs(turn).max() < 1e-3
+    rest = [3, 4, 5, 7, 8]
+    assert abs(ours["boxes"][:, rest] - boxes[partner][:, rest]).max() < 1e-3
+    np.testing.assert_array_equal(ours["cell"], arrays[f"{prefix}.cell"][partner])
+
+
+@pytest.mark.golden("centerpoint_mmdet3d")
+def test_centerpoint_equals_the_reference(golden: Any, data_dir: Path, tmp_path: Path) -> None:
+    torch.save({"state_dict": {k: torch.from_numpy(v) for k, v in golden.state().items()}}, tmp_path / "weights.pth")
+    extractor = CenterPoint(weights=Weights(str(tmp_path / "weights.pth")), pad_empty=False)
+    network = CenterPointNetwork(extractor.build_head(), extractor.voxels).eval()
+    bev_checkpoint.load(network, tmp_path / "weights.pth", "centerpoint")
+    head, arrays = network.pts_bbox_head, golden.arrays
+    scan = extractor.prepare("key frame", key_frame(data_dir, golden.recipe))
+
+    with torch.inference_mode():
+        encoded, _ = network.pts_middle_encoder(sparse_batch([(scan.coords, scan.mean)], extractor.voxels, "cpu"))
+        maps = network.pts_backbone(encoded)
+        bev = network.pts_neck(maps)
+        shared, outputs = head.shared_conv(bev), head(bev)
+    heads = {f"head.{name.removeprefix('task').replace('_', '.')}": value for name, value in outputs.items()}
+    rows = bev[0].flatten(1).T[torch.from_numpy(arrays["middle.bev_rows.cell"]).long()]
+    taps = {"middle.bev": encoded, "second.0": maps[0], "second.1": maps[1], "neck.bev": bev, "neck.bev_rows": rows}
+    golden.check({tap: value.numpy() for tap, value in {**taps, "head.shared": shared, **heads}.items()})
+
+    decoded = [head.decode(outputs, task)[0] for task in range(len(TASKS))]
+    for task, found in enumerate(decoded):
+        safe = arrays[f"decoded.{task}.safe"]
+        assert safe.any()
+        assert len(found.boxes) == len(safe)
+        for name, values in (("cell", found.cells), ("labels", found.labels)):
+            np.testing.assert_array_equal(values[safe], arrays[f"decoded.{task}.{name}"][safe])
+        for name, values in (("boxes", found.boxes), ("scores", found.scores)):
+            reference = arrays[f"decoded.{task}.{name}"][safe]
+            assert np.linalg.norm(values[safe] - reference) < 1e-4 * np.linalg.norm(reference)
+    assert_same_boxes(final(head, decoded, arrays["final.score_threshold"]), arrays, "final")
+
+
+@pytest.mark.golden("centerpoint_mmdet3d")
+def test_decoding_and_suppression_equal_the_reference(golden: Any) -> None:
+    arrays, about = golden.arrays, json.loads(str(golden.arrays["about"]))
+    outputs = synthetic(about["synthetic_head_maps"])
+    head = CenterPoint(weights=Weights("untrained:0")).build_head()
+    decoded = [head.decode(outputs, task)[0] for task in range(len(TASKS))]
+    names = {"boxes": "boxes", "scores": "scores", "labels": "labels", "cell": "cells"}
+    golden.check({
+        f"syn.decoded.{task}.{name}": getattr(found, attribute)
+        for task, found in enumerate(decoded)
+        for name, attribute in names.items()
+    })  # fmt: skip
+    ours = final(head, decoded, np.zeros(len(TASKS)))
+    assert_same_boxes(ours, arrays, "syn.final")
+    (found,) = head.detect(outputs)
+    for name in ("boxes", "scores", "labels"):
+        np.testing.assert_array_equal(getattr(found, name), ours[name])
+
+
+def test_parameters_and_entries_are_as_many_as_the_official_ones() -> None:
+    network = CenterPointNetwork(CenterPoint(weights=Weights("untrained:0")).build_head())
+    values = {name: sum(p.numel() for p in part.parameters()) for name, part in network.named_children()}
+    assert values == {
+        "pts_middle_encoder": 2_694_352,
+        "pts_backbone": 4_280_832,
+        "pts_neck": 295_936,
+        "pts_bbox_head": 1_667_142,
+    }
+    assert sum(values.values()) == 8_938_262
+    state = network.state_dict()
+    assert len(state) == 504
+    assert sum(key.endswith("running_var") for key in state) == 72
+
+
+@pytest.mark.golden("centerpoint_mmdet3d")
+def test_keys_are_the_official_ones_in_their_order(golden: Any) -> None:
+    network = CenterPointNetwork(CenterPoint(weights=Weights("untrained:0")).build_head())
+    ours = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    assert ours == {key: value.shape for key, value in golden.state().items()}
