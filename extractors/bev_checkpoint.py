@@ -125,6 +125,12 @@ def _needs(model: Model, state: Mapping[str, Tensor]) -> tuple[str, dict[str, tu
 
         network: nn.Module = CenterPointNetwork(CenterPoint(weights=weights).build_head())
         return "mmdetection3d", {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    if model == "bevdet":
+        from extractors.bevdet import BEVDet
+
+        first = "img_view_transformer.depthnet.weight" in state
+        network = BEVDet(weights=weights, generation="bd1" if first else "bd2").blank()
+        return "bd1" if first else "bd2", {key: tuple(value.shape) for key, value in network.state_dict().items()}
     raise NotImplementedError(model)
 
 
@@ -137,6 +143,13 @@ def _unsupported(state: Mapping[str, Tensor], model: Model) -> str:
         )
     if any(key.startswith("pts_voxel_encoder.pfn_layers.") for key in state):
         return "CenterPoint on pillars (pts_voxel_encoder.pfn_layers.*), which is not supported; take a voxel one"
+    if model == "bevdet":
+        from extractors.bevdet_network import generation_of
+
+        try:
+            generation_of(state, "this")
+        except WeightsError as error:
+            return str(error).removeprefix("this: ")
     if model == "msmdfusion":
         absent = [name for name in _FUSION if not any(key.startswith(name) for key in state)]
         if absent:
