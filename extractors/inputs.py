@@ -164,3 +164,17 @@ class Annotations:
     lidar_points: np.ndarray
     radar_points: np.ndarray
     tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Foreground:
+    """Virtual points of MSMDFusion for a key frame's LiDAR and its sweeps, still encoded.
+
+    Attributes:
+        files: the `.pcd.bin.pkl.npy` file (a pickle) of each scan of `LidarSweeps`: the key frame's, then one per entry
+            of `before`; None where a sweep has none.
+        absent: where those that are None were looked for.
+    """
+
+    files: tuple[Path | None, ...]
+    absent: tuple[Path, ...]

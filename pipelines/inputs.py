@@ -53,9 +53,9 @@ def digest_inputs(
 ) -> Digests:
     """Digest the inputs of every item of a source.
 
-    An item's input of a kind counts by the contents of its files, in the source's order, never by their paths. An
-    item for which the source lists no file does not offer the kind. A file that is missing or unreadable has a digest
-    of its own, so that the item is computed, fails by name, and is computed again when the file appears.
+    An item's input of a kind counts by the contents of its files, in the source's order, never by their paths, and by
+    its facts from shared tables. An item with neither does not offer the kind. A file that is missing or unreadable
+    has a digest of its own, so that the item is computed, fails by name, and is computed again when the file appears.
 
     Args:
         source: the dataset.
@@ -77,7 +77,10 @@ def digest_inputs(
     digests = (cache or StatCache()).digest(list(paths), progress)
     columns = {}
     for kind, lists in listed.items():
-        values = [_joined([digests[os.path.abspath(path)] for path in files]) if files else None for files in lists]
+        values = [
+            _joined([digests[os.path.abspath(path)] for path in files], source.facts(key, kind))
+            for key, files in zip(keys, lists, strict=True)
+        ]
         columns[kind] = pa.array(values, pa.binary(16))
     return Digests(pa.array(keys, pa.string()), columns)
 
@@ -231,9 +234,11 @@ def _absent(why: str) -> bytes:
     return _sha256(b"absent", why.encode())
 
 
-def _joined(digests: Sequence[bytes]) -> bytes:
-    """One digest (16 bytes) of an input's files, in order."""
-    return _sha256(b"files", *digests)[:16]
+def _joined(digests: Sequence[bytes], facts: bytes) -> bytes | None:
+    """One digest (16 bytes) of an input's files, in order, and facts; None for no input."""
+    if facts:
+        return _sha256(b"files and facts", facts, *digests)[:16]
+    return _sha256(b"files", *digests)[:16] if digests else None
 
 
 def _sha256(*parts: bytes) -> bytes:

@@ -46,6 +46,7 @@ EXTRACTORS = {  # name in YAML -> module, class
 SOURCES = {
     "scannet": ("pipelines.sources.scannet", "ScanNet"),
     "folder": ("pipelines.sources.folder", "Folder"),
+    "nuscenes": ("pipelines.sources.nuscenes", "NuScenes"),
 }
 TABLES = {
     "sqa3d_questions": ("pipelines.questions.sqa3d", "SQA3DQuestions"),

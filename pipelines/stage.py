@@ -30,6 +30,13 @@ class Source(Protocol):
         """The files that `open` reads, in a fixed order; one that is absent may be listed."""
         ...
 
+    def facts(self, key: str, kind: str) -> bytes:
+        """What `open` takes from tables that items share (poses, boxes), the same bytes for the same content.
+
+        Empty where all is in the item's files. An item with neither files nor facts does not offer the kind.
+        """
+        ...
+
     def open(self, key: str, kind: str) -> Any:
         """Read one input (`extractors.inputs`), or raise an InputError that names the file."""
         ...

@@ -57,6 +57,10 @@ class Folder:
         path = self._inputs.get((key, kind))
         return [self.root / path] if path else []
 
+    def facts(self, key: str, kind: str) -> bytes:
+        """Nothing: all is in the files."""
+        return b""
+
     def open(self, key: str, kind: str) -> Scan | Clip:
         """Read one input; see `Source.open`."""
         paths = self.files(key, kind)

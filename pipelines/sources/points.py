@@ -1,4 +1,4 @@
-"""Bare point clouds: `.npy` arrays of ScanQA and `.bin` files of mmdetection3d."""
+"""Bare point clouds: `.npy` arrays of ScanQA, `.bin` files of mmdetection3d, `.pcd.bin` scans of nuScenes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Literal
 
 import numpy as np
 
-from extractors.errors import EmptyInput, MissingFile, TruncatedFile, UnsupportedFile
+from extractors.errors import EmptyInput, InvalidValues, MissingFile, TruncatedFile, UnsupportedFile
 from extractors.inputs import Scan
 
 _BIN_COLUMNS = 6  # x y z r g b
+_LIDAR_COLUMNS = 5  # x y z intensity ring
 
 
 def read_points(
@@ -45,6 +46,39 @@ def read_points(
         frame=frame,
         normals=np.ascontiguousarray(table[:, 6:9], np.float32) if table.shape[1] == 9 else None,
     )
+
+
+def read_lidar(path: Path) -> np.ndarray:
+    """Read a LIDAR_TOP file, `.pcd.bin`.
+
+    Returns:
+        (point, 5) float32: x right, y forward, z up in metres, intensity 0..255, ring 0..31.
+
+    Raises:
+        EmptyInput: zero bytes.
+        TruncatedFile: no whole number of points of 20 bytes.
+        UnsupportedFile: points of another number of columns.
+        InvalidValues: NaN or infinite values.
+    """
+    size = path.stat().st_size
+    if not size:
+        raise EmptyInput(f"{path}: zero bytes, no points; get the file again")
+    if size % (4 * _LIDAR_COLUMNS):
+        raise TruncatedFile(
+            f"{path}: {size} bytes are no whole number of points of 20 bytes (float32 x, y, z, intensity, ring)"
+        )
+    points = np.fromfile(path, "<f4").reshape(-1, _LIDAR_COLUMNS)
+    if not np.isfinite(points).all():
+        bad = int((~np.isfinite(points)).any(1).sum())
+        raise InvalidValues(
+            f"{path}: {bad} of {len(points)} points have values that are not finite; get the file again"
+        )
+    if (points[:, 4] % 1).any():
+        raise UnsupportedFile(
+            f"{path}: the fifth value of a point is no ring number, such as {points[points[:, 4] % 1 > 0, 4][0]:g}; "
+            "expected float32 x, y, z, intensity, ring"
+        )
+    return points
 
 
 def _read_npy(path: Path) -> np.ndarray:

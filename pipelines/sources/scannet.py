@@ -85,6 +85,10 @@ class ScanNet:
             case "mmdet3d":
                 return [self._points / f"{key}.bin", *self._infos]
 
+    def facts(self, key: str, kind: str) -> bytes:
+        """Nothing: all is in the files."""
+        return b""
+
     def open(self, key: str, kind: str) -> Scan | Clip | Labels:
         """Read one input of a scene; see `Source.open`."""
         paths = self.files(key, kind)

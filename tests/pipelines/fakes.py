@@ -30,6 +30,9 @@ class Folder:
     def files(self, key: str, kind: str) -> list[Path]:
         return [self.root / f"{key}.txt"]
 
+    def facts(self, key: str, kind: str) -> bytes:
+        return b""
+
     def open(self, key: str, kind: str) -> str:
         path = self.root / f"{key}.txt"
         if not path.exists():

@@ -353,6 +353,9 @@ class Named(Folder):
     def files(self, key: str, kind: str) -> list[Path]:
         return [self.root / "one.txt"]
 
+    def facts(self, key: str, kind: str) -> bytes:
+        return b""
+
     def open(self, key: str, kind: str) -> str:
         return "x"
 

@@ -30,6 +30,9 @@ class Files:
     def files(self, key: str, kind: str) -> list[Path]:
         return self.paths[key]
 
+    def facts(self, key: str, kind: str) -> bytes:
+        return b""
+
     def open(self, key: str, kind: str) -> Any:
         raise NotImplementedError
 
