@@ -178,3 +178,14 @@ class Foreground:
 
     files: tuple[Path | None, ...]
     absent: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class MaskFiles:
+    """Instance masks of a key frame's images, still encoded.
+
+    Attributes:
+        files: camera name -> its file (`extractors.masks`); a camera without one is not there.
+    """
+
+    files: Mapping[str, Path]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extractors.boxes3d import CLASSES
 from extractors.errors import InvalidValues
 from extractors.image_preprocess import named_views, open_rgb
 from extractors.inputs import Camera, Cameras, LidarSweeps
@@ -34,6 +33,7 @@ class Frame:
         camera: (p,) int64 index into `CAMERAS`.
         painted: (p, 15) float32 x, y, z, one-hot of ten classes, mask score, seconds back.
         embeddings: four of (1, channels) float32, see `modality_fusion.ModalityFusion`.
+        sweeps: earlier sweeps among the points.
     """
 
     points: np.ndarray
@@ -44,6 +44,7 @@ class Frame:
     camera: np.ndarray
     painted: np.ndarray
     embeddings: tuple[np.ndarray, ...]
+    sweeps: int = 0
 
 
 def read_images(cameras: Cameras, key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +127,3 @@ def depth_canvas(pixels: np.ndarray, camera: np.ndarray) -> np.ndarray:
     u, v = pixels[:, :2].astype(np.int64).T
     canvas[camera, v, u] = pixels[:, 2]
     return canvas
-
-
-PAINT = (*CLASSES, "score")
-"""Columns 3 to 13 of official virtual points; in official files the classes may be in another order."""

@@ -19,7 +19,7 @@ _LIMITS = ((-61.2, -61.2, -10.0), (61.2, 61.2, 10.0))  # metres; x, y, z of the 
 BRANCHES = {"center": 2, "height": 1, "dim": 3, "rot": 2, "vel": 2, "heatmap": len(CLASSES)}
 
 
-def raw_outputs(queries: int) -> dict[str, tuple[int, ...]]:
+def raw_outputs(queries: int = 200) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the head's raw outputs for one map."""
     branches = {name: (channels, queries) for name, channels in BRANCHES.items()}
     return {**branches, "query_heatmap_score": (len(CLASSES), queries), "query_label": (queries,)}

@@ -14,10 +14,10 @@ import numpy as np
 
 from extractors.errors import InvalidValues, MissingFile, UnsupportedFile
 from extractors.inputs import Clip, Labels, ObjectGroup, Scan
+from extractors.safe_pickle import read_pickle
 from pipelines.sources.json_file import read_json
 from pipelines.sources.ply import read_ply
 from pipelines.sources.points import read_points
-from pipelines.sources.safe_pickle import read_pickle
 
 Layout = Literal["scans", "scanqa", "mmdet3d"]
 
