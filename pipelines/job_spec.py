@@ -41,6 +41,10 @@ EXTRACTORS = {  # name in YAML -> module, class
     "clipbert_grid": ("extractors.image_grid", "ClipBertGrid"),
     "centerpoint": ("extractors.centerpoint", "CenterPoint"),
     "centerpoint_head": ("extractors.centerpoint", "CenterPointHead"),
+    "msmdfusion": ("extractors.msmdfusion", "MSMDFusion"),
+    "msmdfusion_head": ("extractors.msmdfusion", "MSMDFusionHead"),
+    "virtual_points_files": ("extractors.virtual_points", "VirtualPointsFiles"),
+    "virtual_points": ("extractors.virtual_points", "VirtualPoints"),
     "fake": ("extractors.fake", "Fake"),
 }
 SOURCES = {

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from extractors.errors import InvalidValues, MissingFile, UnsupportedFile
-from extractors.inputs import Annotations, Camera, Cameras, Foreground, LidarScan, LidarSweeps
+from extractors.inputs import Annotations, Camera, Cameras, Foreground, LidarScan, LidarSweeps, MaskFiles
 from pipelines.inputs import default_cache
 from pipelines.sources import nuscenes_infos, nuscenes_tables
 from pipelines.sources.nuscenes_index import CAMERAS, LIDAR, MAX_SWEEPS, Index, class_of, open_index
@@ -27,7 +27,8 @@ class NuScenes:
     """Key frames of nuScenes; the item key is the sample token.
 
     Offers `lidar` (the LIDAR_TOP scan and the sweeps before it), `cameras` (six images with calibration), `annotations`
-    (boxes, where the split has them) and `foreground` (MSMDFusion's virtual points, where they were made).
+    (boxes, where the split has them), `foreground` (MSMDFusion's virtual points, where they were made) and `masks`
+    (instance masks of the images, in a folder of the user's).
 
     Attributes:
         root: the folder that holds `samples/`, `sweeps/` and the tables' folder (or the files themselves).
@@ -40,6 +41,7 @@ class NuScenes:
         sweeps: how many earlier sweeps `lidar` has at most, 0 to 10.
         missing_sweeps: a sweep that is named but not on disk: `skip` leaves it out and counts it, `raise` fails the
             item.
+        masks: folder with one `.npz` for each camera image, named as the image (`extractors.masks` has the format).
     """
 
     root: Path
@@ -49,9 +51,10 @@ class NuScenes:
     samples: tuple[str, ...] = ()
     sweeps: int = MAX_SWEEPS
     missing_sweeps: Literal["skip", "raise"] = "skip"
+    masks: Path | None = None
 
     name: ClassVar[str] = "nuscenes"
-    kinds: ClassVar[tuple[str, ...]] = ("lidar", "cameras", "annotations", "foreground")
+    kinds: ClassVar[tuple[str, ...]] = ("lidar", "cameras", "annotations", "foreground", "masks")
 
     def __post_init__(self) -> None:
         if not 0 <= self.sweeps <= MAX_SWEEPS:
@@ -106,6 +109,8 @@ class NuScenes:
                 return self._paths(self._index.rows("camera", key).text("file"))
             case "foreground":
                 return [_foreground(path) for path in self.files(key, "lidar")] if self._has_foreground else []
+            case "masks":
+                return list(self._masks(key).values())
             case "annotations":
                 return []
         raise ValueError(f"source nuscenes has no {kind!r}; it offers {', '.join(self.kinds)}")
@@ -128,7 +133,7 @@ class NuScenes:
                 return _canonical(text, found.boxes, found.velocity, found.lidar_points, found.radar_points)
         return b""
 
-    def open(self, key: str, kind: str) -> LidarSweeps | Cameras | Annotations | Foreground:
+    def open(self, key: str, kind: str) -> LidarSweeps | Cameras | Annotations | Foreground | MaskFiles:
         """Read one input of a key frame; see `Source.open`."""
         self._known(key)
         match kind:
@@ -138,6 +143,8 @@ class NuScenes:
                 return self._cameras(key)
             case "foreground":
                 return self._virtual_points(key)
+            case "masks":
+                return MaskFiles({name: path for name, path in self._masks(key).items() if path.is_file()})
             case "annotations":
                 if not self._index.annotated:
                     raise MissingFile(f"{self._place}: {self.dialect} have no annotations (the test split has none)")
@@ -225,6 +232,14 @@ class NuScenes:
         files = [file for scan, file in zip(scans, files, strict=True) if scan is scans[0] or scan.is_file()]
         there = tuple(file if file.is_file() else None for file in files)
         return Foreground(there, tuple(file for file in files if file not in there))
+
+    def _masks(self, key: str) -> dict[str, Path]:
+        """Camera -> where the masks of its image are looked for; empty where no folder is given."""
+        rows = self._index.rows("camera", key)
+        names = [CAMERAS[code] for code in rows.numbers("channel")]
+        images = map(Path, rows.text("file"))
+        folder = self.masks
+        return {n: folder / f"{path.stem}.npz" for n, path in zip(names, images, strict=True)} if folder else {}
 
     def _to_ego(self, key: str) -> np.ndarray:
         """(3, 4) LIDAR_TOP -> ego of the key frame, checked."""

@@ -12,9 +12,9 @@ import pyarrow as pa
 
 from extractors.boxes3d import CONVENTIONS, convert, wrap
 from extractors.errors import UnsupportedFile
+from extractors.safe_pickle import read_pickle
 from pipelines.sources.nuscenes_index import CAMERAS, LIDAR, MAX_SWEEPS, SCHEMAS, make_tables
 from pipelines.sources.rigid import IDENTITY, compose, from_quaternion, invert
-from pipelines.sources.safe_pickle import read_pickle
 
 _LONG = {"car", "truck", "bus", "trailer", "bicycle", "motorcycle"}  # longer than wide
 _HEIGHT_CHANGE = 0.3  # metres that a car may rise between a camera's time and the LiDAR's
