@@ -77,7 +77,11 @@ def load(network: nn.Module, path: Path, model: Model, convention: Convention | 
     modules = {name for name, _ in network.named_children()}
     if len(modules) == 1:  # a part: the rest of the file is for other stages
         state = {key: value for key, value in state.items() if key.partition(".")[0] in modules}
-    load_strict(network, to_spconv2_layout(state), str(path))
+    try:
+        state = to_spconv2_layout(state)
+    except WeightsError as error:
+        raise WeightsError(f"{path}: {error}") from error
+    load_strict(network, state, str(path))
 
 
 def inspect(checkpoint: Checkpoint) -> Fit | None:
@@ -131,7 +135,9 @@ def _needs(model: Model, state: Mapping[str, Tensor]) -> tuple[str, dict[str, tu
         first = "img_view_transformer.depthnet.weight" in state
         network = BEVDet(weights=weights, generation="bd1" if first else "bd2").blank()
         return "bd1" if first else "bd2", {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    raise NotImplementedError(model)
+    from extractors.msmdfusion_network import MSMDFusionNetwork
+
+    return "LiDAR and cameras", {key: tuple(value.shape) for key, value in MSMDFusionNetwork().state_dict().items()}
 
 
 def _unsupported(state: Mapping[str, Tensor], model: Model) -> str:

@@ -160,6 +160,10 @@ class CenterPoint(_CenterPoint, BevDetector):
         from extractors.voxels import voxelize
 
         (lidar,) = inputs
+        for scan in (lidar.key, *lidar.before):
+            if scan.points.ndim != 2 or scan.points.shape[1] != 5:
+                shape = scan.points.shape
+                raise InvalidValues(f"{key}: points of shape {shape}, expected (point, 5): x, y, z, intensity, ring")
         used = min(len(lidar.before), self.sweeps)
         if used < self.min_sweeps:
             absent = f", {lidar.missing} are not on the disk" if lidar.missing else ""
