@@ -168,15 +168,21 @@ def export(
 
 @app.command("make-data")
 def make_data(
-    layout: Annotated[str, typer.Argument(metavar="LAYOUT", help="scannet")],
+    layout: Annotated[str, typer.Argument(metavar="LAYOUT", help="scannet: rooms; nuscenes: a drive.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
-    scenes: Annotated[int, typer.Option(min=1)] = 3,
+    scenes: Annotated[int | None, typer.Option(min=1, help="3 rooms or 2 drives, unless you say.")] = None,
+    key_frames: Annotated[
+        int | None, typer.Option(min=1, help="nuscenes: key frames of each drive, half a second apart; 4.")
+    ] = None,
+    image_scale: Annotated[
+        float | None, typer.Option(help="nuscenes: 1 is 1600 x 900 pixels; smaller images are quicker.")
+    ] = None,
 ) -> None:
     """Write a small synthetic dataset in an official on-disk layout."""
     from pipelines import cli_jobs
 
-    cli_jobs.make_data(layout, out, seed, scenes)
+    cli_jobs.make_data(layout, out, seed, scenes=scenes, key_frames=key_frames, image_scale=image_scale)
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,10 @@ from pipelines.stage import Job
 from storage.errors import StoreUnwritable
 from storage.manifest import Manifest
 
-LAYOUTS = {"scannet": "pipelines.make_data.scannet"}  # each has make(out, seed, scenes)
+LAYOUTS = {  # each has make(out, seed, ...)
+    "nuscenes": "pipelines.make_data.nuscenes",
+    "scannet": "pipelines.make_data.scannet",
+}
 RUNNERS = ("local", "ray")
 
 
@@ -134,12 +138,15 @@ def run(ready: Ready, runner: str, address: str | None, workers: int | None, max
     return summary.exit_code
 
 
-def make_data(layout: str, out: Path, seed: int, scenes: int) -> None:
-    """Write a synthetic dataset and say what it holds."""
+def make_data(layout: str, out: Path, seed: int, **settings: float | None) -> None:
+    """Write a synthetic dataset and say what it holds; settings that are None keep the layout's default."""
     if layout not in LAYOUTS:
         raise JobError(unknown("layout", layout, LAYOUTS))
-    summary = importlib.import_module(LAYOUTS[layout]).make(out, seed=seed, scenes=scenes)
-    print(f"{out}: {summary}")
+    make = importlib.import_module(LAYOUTS[layout]).make
+    given = {name: value for name, value in settings.items() if value is not None}
+    for name in given.keys() - inspect.signature(make).parameters.keys():
+        raise JobError(f"layout {layout} has no --{name.replace('_', '-')}; leave it out")
+    print(f"{out}: {make(out, seed=seed, **given)}")
 
 
 @contextmanager

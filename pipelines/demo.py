@@ -44,7 +44,7 @@ def main(out: Path, seed: int = 0) -> int:
             return 2
         shutil.rmtree(out / "store")
     print(f"1. A small dataset in ScanNet's layout, in {out / 'data'}", flush=True)
-    cli_jobs.make_data("scannet", out / "data", seed, 3)
+    cli_jobs.make_data("scannet", out / "data", seed, scenes=3)
     job.write_text(JOB.format(file=job))
 
     runner = "ray" if importlib.util.find_spec("ray") else "local"
