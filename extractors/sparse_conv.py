@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding_bag
 
 from extractors.errors import WeightsError
 
@@ -27,6 +28,7 @@ _TO_SPCONV_2: dict[Layout, tuple[int, ...]] = {
     "spconv 1": (4, 0, 1, 2, 3),
     "dense": (0, 2, 3, 4, 1),
 }
+_BLOCK = 4096  # output rows at once on the CPU
 _KERNEL_AXIS: dict[Layout, int] = {"spconv 2": 1, "spconv 1": 0, "dense": 2}
 
 
@@ -62,23 +64,26 @@ class SparseTensor:
 
 @dataclass(frozen=True)
 class IndexMap:
-    """Which input rows a convolution multiplies with which part of its kernel, and which output rows get the products.
+    """Which input rows a convolution multiplies with which place of its kernel, and which output rows get the products.
 
-    A pair is (input row, kernel place, output row). Pairs are grouped by kernel place, and by output row within.
+    A pair is (input row, kernel place, output row). Pairs are sorted by block of output rows, kernel place and output
+    row: what is gathered and multiplied for one block stays in the processor's cache.
 
     Attributes:
         coords, shape: the output's sites and grid.
-        inputs: (pair,) input row of each pair.
-        bounds: first pair of each kernel place, then the number of pairs.
-        order: (pair,) the pairs grouped by output row.
-        starts: (output row,) where each one's group starts in `order`.
+        inputs: (pair,) int32 input row.
+        block: output rows in a block (fewer in the last).
+        bounds: for each block, where the pairs of each kernel place start, and where the last ones end.
+        order: (pair,) int32 numbers of the pairs within their block, sorted by output row.
+        starts: (output row,) int32: where each row's part starts in its block's part of `order`.
         maps: index maps of the output's sites.
     """
 
     coords: Tensor
     shape: Triple
     inputs: Tensor
-    bounds: list[int]
+    block: int
+    bounds: list[list[int]]
     order: Tensor
     starts: Tensor
     maps: dict[Any, IndexMap]
@@ -210,75 +215,106 @@ def _unflat(flat: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _submanifold_map(x: SparseTensor, kernel: Triple) -> IndexMap:
-    """Sites along x are neighbours in sorted order, so one search finds a whole row of the kernel.
+    """Neighbours along x are neighbours in sorted order, so one search finds a whole row of the kernel.
 
-    Of a site given twice, neighbours see the first row, and each row its own centre.
+    Only the second half of the kernel is searched: where j is i's neighbour on one side, i is j's on the other.
     """
     reach = [size // 2 for size in kernel]
     padded = [size + 2 * r for size, r in zip(x.shape, reach, strict=True)]  # no neighbour wraps around a border
-    keys = _flat(x.coords + x.coords.new_tensor([0, *reach]), (x.batch_size, *padded))
-    keys, rows = keys.sort(stable=True)
-    sites = len(keys)
+    keys, rows = _flat(x.coords + x.coords.new_tensor([0, *reach]), (x.batch_size, *padded)).sort()
     fence = torch.cat([keys, keys.new_full((1,), torch.iinfo(torch.int64).max)])
-    neighbour = keys.new_full((prod(kernel), sites), -1)
-    place = 0
-    for dz, dy in product(range(-reach[0], reach[0] + 1), range(-reach[1], reach[1] + 1)):
-        wanted = keys + ((dz * padded[1] + dy) * padded[2] - reach[2])
+    centre = prod(kernel) // 2
+    found = [(rows, centre, rows)]
+    for dz, dy in product(range(reach[0] + 1), range(-reach[1], reach[1] + 1)):
+        if (dz, dy) < (0, 0):
+            continue
+        first = -reach[2] if (dz, dy) > (0, 0) else 1
+        wanted = keys + ((dz * padded[1] + dy) * padded[2] + first)
         position = torch.searchsorted(keys, wanted)
-        for _ in range(kernel[2]):
+        for dx in range(first, reach[2] + 1):
             hit = fence[position] == wanted
-            neighbour[place, rows] = torch.where(hit, rows[position.clamp(max=max(sites - 1, 0))], -1)
-            position += hit
-            wanted = wanted + 1
-            place += 1
-    neighbour[place // 2] = torch.arange(sites, device=keys.device)
-    return _grouped(neighbour, x.coords, x.shape, x.maps)
+            here = hit.nonzero()[:, 0]
+            row, neighbour = rows[here], rows[position[here]]
+            place = (dz * kernel[1] + dy) * kernel[2] + dx
+            found += [(neighbour, centre + place, row), (row, centre - place, neighbour)]
+            position, wanted = position + hit, wanted + 1
+    inputs, places, outputs = zip(*found, strict=True)
+    sizes = rows.new_tensor([len(row) for row in inputs])
+    by_pair = rows.new_tensor(places).repeat_interleave(sizes)
+    return _index_map(torch.cat(inputs), by_pair, torch.cat(outputs), prod(kernel), x.coords, x.shape, x.maps)
 
 
 def _strided_map(x: SparseTensor, kernel: Triple, stride: Triple, padding: Triple) -> IndexMap:
     """An input site at i reaches output site o through kernel place k where i = o * stride - padding + k."""
     shape = _output_shape(x.shape, kernel, stride, padding)
-    reached = x.coords[:, 1:] + x.coords.new_tensor(padding)
-    steps = x.coords.new_tensor(stride)
-    nearest, first = reached // steps, reached % steps
-    outputs, places, inputs = [], [], []
-    for back in product(*(range((k + s - 1) // s) for k, s in zip(kernel, stride, strict=True))):
-        shift = x.coords.new_tensor(back)
-        site, place = nearest - shift, first + shift * steps
-        inside = (site >= 0) & (site < x.coords.new_tensor(shape)) & (place < x.coords.new_tensor(kernel))
-        row = inside.all(1).nonzero()[:, 0]
-        outputs.append(_flat(torch.cat([x.coords[row, :1], site[row]], 1), (x.batch_size, *shape)))
-        places.append(_flat(place[row], kernel))
-        inputs.append(row)
-    keys, row = torch.unique(torch.cat(outputs), return_inverse=True)
-    neighbour = keys.new_full((prod(kernel), len(keys)), -1)
-    neighbour[torch.cat(places), row] = torch.cat(inputs)
-    return _grouped(neighbour, _unflat(keys, (x.batch_size, *shape)), shape, {})
+    axes = []
+    for axis in range(3):
+        reached = x.coords[:, 1 + axis] + padding[axis]
+        nearest, first = reached // stride[axis], reached % stride[axis]
+        ways = []
+        for back in range(-(-kernel[axis] // stride[axis])):
+            site, place = nearest - back, first + back * stride[axis]
+            ways.append((site, place, (site >= 0) & (site < shape[axis]) & (place < kernel[axis])))
+        axes.append(ways)
+    found = []
+    for along_z, along_y, along_x in product(*axes):
+        row = (along_z[2] & along_y[2] & along_x[2]).nonzero()[:, 0]
+        site = torch.stack([x.coords[row, 0], along_z[0][row], along_y[0][row], along_x[0][row]], 1)
+        place = torch.stack([along_z[1][row], along_y[1][row], along_x[1][row]], 1)
+        found.append((row, _flat(place, kernel), _flat(site, (x.batch_size, *shape))))
+    inputs, places, outputs = (torch.cat(part) for part in zip(*found, strict=True))
+    keys, outputs = torch.unique(outputs, return_inverse=True)
+    return _index_map(inputs, places, outputs, prod(kernel), _unflat(keys, (x.batch_size, *shape)), shape, {})
 
 
 def _output_shape(shape: Triple, kernel: Triple, stride: Triple, padding: Triple) -> Triple:
     z, y, x = ((n + 2 * p - k) // s + 1 for n, k, s, p in zip(shape, kernel, stride, padding, strict=True))
+    if min(z, y, x) < 1:
+        raise ValueError(f"a grid of {shape} is too small for kernel {kernel}, stride {stride}, padding {padding}")
     return z, y, x
 
 
-def _grouped(neighbour: Tensor, coords: Tensor, shape: Triple, maps: dict[Any, IndexMap]) -> IndexMap:
-    """From (kernel place, output row) -> input row, -1 for none."""
-    present = neighbour >= 0
-    pair = present.flatten().cumsum(0).view(present.shape) - 1
-    per_row = present.sum(0)
-    bounds = [0, *present.sum(1).cumsum(0).tolist()]
+def _index_map(
+    inputs: Tensor,
+    places: Tensor,
+    outputs: Tensor,
+    volume: int,
+    coords: Tensor,
+    shape: Triple,
+    maps: dict[Any, IndexMap],
+) -> IndexMap:
+    """From pairs in any order."""
+    rows = len(coords)
+    block = _BLOCK if coords.device.type == "cpu" else max(rows, 1)
+    blocks = -(-rows // block)
+    group = outputs // block * volume + places
+    sort = (group * block + outputs % block).argsort()
+    sizes = torch.bincount(group, minlength=blocks * volume)
+    ends = sizes.cumsum(0)
+    bounds = torch.cat([(ends - sizes).view(blocks, volume), ends.view(blocks, volume)[:, -1:]], 1)
+    row = outputs[sort].int()
+    order = row.sort(stable=True).indices
+    order -= bounds[:, 0][(row[order] // block).long()]
+    per_row = torch.bincount(row, minlength=rows)
     starts = per_row.cumsum(0) - per_row
-    return IndexMap(coords, shape, neighbour[present], bounds, pair.mT[present.mT], starts, maps)
+    starts -= starts[::block].repeat_interleave(block)[:rows]
+    return IndexMap(coords, shape, inputs[sort].int(), block, bounds.tolist(), order.int(), starts.int(), maps)
 
 
 def _gather_multiply_add(features: Tensor, weight: Tensor, found: IndexMap) -> Tensor:
-    out_channels, in_channels = weight.shape[0], weight.shape[-1]
-    places = weight.reshape(out_channels, -1, in_channels).permute(1, 2, 0)
-    gathered = features.index_select(0, found.inputs)
-    products = features.new_empty(len(gathered), out_channels)
-    for place, (start, end) in enumerate(zip(found.bounds, found.bounds[1:], strict=False)):
-        if end > start:
-            torch.mm(gathered[start:end], places[place], out=products[start:end])
-    if not len(products):
-        return features.new_zeros(len(found.coords), out_channels)
-    return nn.functional.embedding_bag(found.order, products, found.starts, mode="sum")
+    """(output row, channel): for each block of rows, products of all its pairs, then their sums by row."""
+    kernel = weight.flatten(1, 3).permute(1, 2, 0).contiguous()  # (place, in, out)
+    output = features.new_zeros(len(found.coords), len(weight))
+    if not len(found.inputs):
+        return output
+    gathered = features.new_empty(max(b - a for bound in found.bounds for a, b in pairwise(bound)), features.shape[1])
+    products = features.new_empty(max(bound[-1] - bound[0] for bound in found.bounds), len(weight))
+    for number, bound in enumerate(found.bounds):
+        begin, end = bound[0], bound[-1]
+        for place, (a, b) in enumerate(pairwise(bound)):
+            if a < b:
+                rows = torch.index_select(features, 0, found.inputs[a:b], out=gathered[: b - a])
+                torch.mm(rows, kernel[place], out=products[a - begin : b - begin])
+        block = slice(number * found.block, (number + 1) * found.block)
+        output[block] = embedding_bag(found.order[begin:end], products, found.starts[block], mode="sum")
+    return output
