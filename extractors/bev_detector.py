@@ -316,8 +316,8 @@ def bev_schema(grid: Grid, dtype: str, facts: Mapping[str, Column]) -> Schema:
     return Schema(
         {
             "bev": Column((grid.channels, grid.height, grid.width), dtype, frame=grid.frame, doc="(C, y, x)"),
-            "cell": Column((), "float32", "m", doc="side of a cell"),
-            "origin": Column((2,), "float32", "m", grid.frame, doc="x, y where both indices start"),
+            "cell": Column((), "float64", "m", doc="side of a cell"),
+            "origin": Column((2,), "float64", "m", grid.frame, doc="x, y where both indices start"),
             "frame": Column((), "string"),
             **facts,
         },
@@ -329,8 +329,8 @@ def bev_record(bev: np.ndarray, grid: Grid, dtype: str) -> Record:
     """The columns of `bev_schema`."""
     return {
         "bev": stored(bev, dtype),
-        "cell": np.array(grid.cell, np.float32),
-        "origin": np.array(grid.origin, np.float32),
+        "cell": np.array(grid.cell),
+        "origin": np.array(grid.origin, np.float64),
         "frame": np.array(grid.frame, object),
     }
 

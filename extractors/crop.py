@@ -67,8 +67,9 @@ def crop(
     if not len(cells):
         return torch.zeros(len(counts), channels, device=bev.device), valid
     # Cells are the rows of a table (a view of the map, never copied) and a box is a bag of them.
-    table = bev.float().permute(1, 2, 0).flatten(0, 1)
-    index = torch.from_numpy(cells).to(bev.device)
+    table, index = bev.permute(1, 2, 0).flatten(0, 1), torch.from_numpy(cells).to(bev.device)
+    if bev.dtype != torch.float32:
+        table, index = table.index_select(0, index).float(), torch.arange(len(index), device=bev.device)
     offsets = torch.from_numpy(np.append(0, np.cumsum(counts))).to(bev.device)
     features = embedding_bag(index, table, offsets, mode=pool, include_last_offset=True)
     if not bool(features.isfinite().all()):
