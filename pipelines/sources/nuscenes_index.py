@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -237,21 +237,17 @@ def open_index(
     home = folder / f"{place}-{stamp.hexdigest()[:16]}"
     if (index := _mapped(home)) is not None:
         return index
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{place}.lock"):
-            if (index := _mapped(home)) is not None:
-                return index
-            tables = build()
-            try:
-                _save(tables, home)
-            except OSError:
-                return Index(tables)
-            for old in folder.glob(f"{place}-*"):
-                if old != home:
-                    shutil.rmtree(old, ignore_errors=True)
-    except PermissionError:
-        return Index(build())
+    with _locked(folder / f"{place}.lock"):
+        if (index := _mapped(home)) is not None:
+            return index
+        tables = build()
+        try:
+            _save(tables, home)
+        except OSError:
+            return Index(tables)
+        for old in folder.glob(f"{place}-*"):
+            if old != home:
+                shutil.rmtree(old, ignore_errors=True)
     return _mapped(home) or Index(tables)
 
 
@@ -291,10 +287,11 @@ def _save(tables: Mapping[str, pa.Table], home: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file where the file system has locks."""
+    """Hold a lock file, where there can be one."""
     import fcntl
 
-    with path.open("w") as file:
+    with ExitStack() as stack:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
         yield
