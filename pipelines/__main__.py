@@ -22,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="sqa3d, or a YAML file (docs/jobs.md).")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="sqa3d, nuscenes-qa, or a YAML file (docs/jobs.md).")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[STAGE.SETTING=VALUE]...", help="Such as votenet.proposals=128 source.root=/data/scannet."),
