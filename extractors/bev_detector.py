@@ -72,7 +72,11 @@ class Head(Protocol):
         ...
 
     def detect(self, outputs: Mapping[str, Any]) -> list[Detections]:
-        """Objects of each map of the batch."""
+        """Objects of each map of the batch, from the raw outputs."""
+        ...
+
+    def find(self, bev: Any) -> list[Detections]:
+        """`detect` of what the call gives, by the quickest way."""
         ...
 
 
@@ -158,15 +162,13 @@ class Detector(Extractor):
             return Schema({**columns, **self.facts}, format="hdf5")
         return Schema({**object_columns(self.box_convention, self.grid.frame), **self.facts}, element="object")
 
-    def found_records(
-        self, give: str, head: Head, outputs: Mapping[str, Any]
-    ) -> list[tuple[Record, Detections | None]]:
+    def found_records(self, give: str, head: Head, maps: Any) -> list[tuple[Record, Detections | None]]:
         """The head's part of each record of a batch, without `facts`; and the objects where they were looked for."""
         if give == "heads":
+            outputs = head(maps)
             arrays = {name: outputs[name].float().cpu().numpy() for name in self.outputs}
-            count = len(next(iter(arrays.values())))
-            return [({name: array[i] for name, array in arrays.items()}, None) for i in range(count)]
-        found = [one.pick(self.order, self.objects) for one in head.detect(outputs)]
+            return [({name: array[i] for name, array in arrays.items()}, None) for i in range(len(maps))]
+        found = [one.pick(self.order, self.objects) for one in head.find(maps)]
         return [(object_record(one, self.box_convention, self.grid.frame), one) for one in found]
 
     def with_facts(self, record: Record, prepared: Any, objects: int | None) -> Record:
@@ -221,12 +223,12 @@ class BevDetector(Detector):
         together = 1 if torch.device(device).type == "cpu" else self.batch
 
         def some(batch: Sequence[Any]) -> list[Record]:
-            maps = body(batch)
+            maps = body(batch).contiguous(memory_format=torch.channels_last)
             if self.give == "bev":
                 records = [bev_record(one, grid, self.dtype) for one in maps.cpu().numpy()]
                 return [self.with_facts(record, item, None) for record, item in zip(records, batch, strict=True)]
             records = []
-            found_all = self.found_records(self.give, head, head(maps))
+            found_all = self.found_records(self.give, head, maps)
             for one, (record, found), item in zip(maps, found_all, batch, strict=True):
                 if found is None:
                     records.append(self.with_facts(record, item, None))
@@ -301,7 +303,8 @@ class BevHead(Detector):
             for start in range(0, len(batch), together):
                 some = batch[start : start + together]
                 maps = torch.from_numpy(np.stack([record["bev"] for record in some])).to(device).float()
-                for (record, found), item in zip(self.found_records(self.give, head, head(maps)), some, strict=True):
+                maps = maps.contiguous(memory_format=torch.channels_last)  # as the whole detector has them
+                for (record, found), item in zip(self.found_records(self.give, head, maps), some, strict=True):
                     records.append(self.with_facts(record, item, None if found is None else len(found.scores)))
             return records
 

@@ -278,3 +278,6 @@ class _Head:
 
     def detect(self, outputs: Mapping[str, Any]) -> list[Detections]:
         return self.head.detect(outputs)
+
+    def find(self, bev: Any) -> list[Detections]:
+        return self.head.find(bev if self.enlarge is None else self.enlarge(bev))

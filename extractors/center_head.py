@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from extractors.bev_detector import Convention, Detections, Grid
@@ -33,6 +34,7 @@ TASKS = (
 CENTRE_RANGE = (-61.2, -61.2, -10.0, 61.2, 61.2, 10.0)
 """x, y, z of the lowest and highest centre that stays, metres."""
 
+_BROKEN = "the head gave NaN or infinity for this map; are the weights whole?"
 _MAPS = {"reg": 2, "height": 1, "dim": 3, "rot": 2, "vel": 2}  # and a heat map of each class
 
 
@@ -122,21 +124,29 @@ class CenterHead(nn.Module):
             for name, head in cast("nn.ModuleDict", heads).items()
         }
 
+    def find(self, bev: Tensor) -> list[Detections]:
+        """What `detect` gives for `forward`'s maps, up to rounding, without making them where nothing is.
+
+        Raises:
+            InvalidValues: as `detect`.
+        """
+        shared = self.shared_conv(bev)
+        found = []
+        for heads in self.task_heads:
+            heads = cast("nn.ModuleDict", heads)
+            peaks = self._peaks(heads["heatmap"](shared))
+            some = int((peaks[0] > self.score_threshold).sum(1).max())
+            scores, label, cell = (part[:, :some] for part in peaks)
+            found.append(self._candidates(scores, label, cell, _at(heads, shared, cell)))
+        return self._detections(found)
+
     def detect(self, outputs: Mapping[str, Tensor]) -> list[Detections]:
         """Objects of each map of the batch: task by task, best first inside a task.
 
         Raises:
             InvalidValues: a heat map or a candidate's position, angle or velocity is NaN or infinite.
         """
-        by_task = []
-        for task, labels in enumerate(self.labels):
-            found = []
-            for every in self.decode(outputs, task):
-                rows = self.suppress(task, every)
-                boxes = bottom_from_centre(every.boxes[rows])
-                found.append(Detections(boxes, every.scores[rows], labels[every.labels[rows]]))
-            by_task.append(found)
-        return [_concatenate(parts) for parts in zip(*by_task, strict=True)]
+        return self._detections([self.decode(outputs, task) for task in range(len(self.labels))])
 
     def decode(self, outputs: Mapping[str, Tensor], task: int) -> list[Candidates]:
         """Candidates of one task in each map of the batch; equal scores in the order of class, y, x.
@@ -144,23 +154,9 @@ class CenterHead(nn.Module):
         Raises:
             InvalidValues: as `detect`.
         """
-        maps = {name: outputs[f"task{task}_{name}"].float() for name in (*_MAPS, "heatmap")}
-        scores = maps["heatmap"].sigmoid().flatten(1)
-        # The official top 500 of each class, then of all, is the top 500 of all.
-        scores, place = scores.sort(dim=1, descending=True, stable=True)
-        scores, place = scores[:, : self.candidates], place[:, : self.candidates]
-        height, width = maps["heatmap"].shape[2:]
-        label, cell = place // (height * width), place % (height * width)
-        rows = torch.cat([maps[name].flatten(2) for name in _MAPS], 1)
-        rows = rows.gather(2, cell[:, None].expand(-1, rows.shape[1], -1)).mT
-        dx, dy, z, *sizes, sin, cos, vx, vy = rows.unbind(2)
-        x = ((cell % width) + dx) * self.grid.cell + self.grid.origin[0]
-        y = ((cell // width) + dy) * self.grid.cell + self.grid.origin[1]
-        boxes = torch.stack([x, y, z, *(size.exp() for size in sizes), torch.atan2(sin, cos), vx, vy], 2)
-        if not (maps["heatmap"].isfinite().all() and rows.isfinite().all()):
-            raise InvalidValues("the head gave NaN or infinity for this map; are the weights whole?")
-        batch = (t.cpu().numpy() for t in (boxes, scores, label, cell))
-        return [self._in_range(Candidates(*one)) for one in zip(*batch, strict=True)]
+        scores, label, cell = self._peaks(outputs[f"task{task}_heatmap"])
+        maps = torch.cat([outputs[f"task{task}_{name}"] for name in _MAPS], 1).flatten(2)
+        return self._candidates(scores, label, cell, maps.gather(2, cell[:, None].expand(-1, maps.shape[1], -1)).mT)
 
     def suppress(self, task: int, found: Candidates) -> np.ndarray:
         """int64 rows of candidates that stay, best first."""
@@ -172,10 +168,40 @@ class CenterHead(nn.Module):
             rectangles[:, 2:4] *= np.array(rule.scale)[found.labels, None]
         return rotated_nms(rectangles, found.scores, rule.iou, rule.pre, rule.post)
 
-    def _in_range(self, found: Candidates) -> Candidates:
-        centre, limits = found.boxes[:, :3], np.array(self.centre_range, np.float32)
-        keep = (found.scores > self.score_threshold) & ((centre >= limits[:3]) & (centre <= limits[3:])).all(1)
-        return Candidates(found.boxes[keep], found.scores[keep], found.labels[keep], found.cells[keep])
+    def _peaks(self, heatmap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, classes and cells, (B, candidates) each, of the best of (B, classes, H, W), best first."""
+        if not heatmap.isfinite().all():
+            raise InvalidValues(_BROKEN)
+        # The official top 500 of each class, then of all, is the top 500 of all.
+        scores, place = heatmap.float().sigmoid().flatten(1).sort(dim=1, descending=True, stable=True)
+        scores, place = scores[:, : self.candidates], place[:, : self.candidates]
+        cells = self.grid.height * self.grid.width
+        return scores, place // cells, place % cells
+
+    def _candidates(self, scores: Tensor, label: Tensor, cell: Tensor, rows: Tensor) -> list[Candidates]:
+        """Those that score enough and lie in range, of peaks (B, k) and what the maps say there (B, k, 10)."""
+        if not rows.isfinite().all():
+            raise InvalidValues(_BROKEN)
+        dx, dy, z, *sizes, sin, cos, vx, vy = rows.float().unbind(2)
+        x = ((cell % self.grid.width) + dx) * self.grid.cell + self.grid.origin[0]
+        y = ((cell // self.grid.width) + dy) * self.grid.cell + self.grid.origin[1]
+        boxes = torch.stack([x, y, z, *(size.exp() for size in sizes), torch.atan2(sin, cos), vx, vy], 2)
+        limits = boxes.new_tensor(self.centre_range)
+        keep = (scores > self.score_threshold) & ((boxes[..., :3] >= limits[:3]) & (boxes[..., :3] <= limits[3:])).all(
+            2
+        )
+        batch = zip(*(part.cpu().numpy() for part in (boxes, scores, label, cell, keep)), strict=True)
+        return [Candidates(*(part[one[-1]] for part in one[:-1])) for one in batch]
+
+    def _detections(self, found: Sequence[Sequence[Candidates]]) -> list[Detections]:
+        """By task, by map -> by map."""
+        by_map: list[list[Detections]] = [[] for _ in found[0]]
+        for task, maps in enumerate(found):
+            for parts, every in zip(by_map, maps, strict=True):
+                rows = self.suppress(task, every)
+                labels = self.labels[task][every.labels[rows]]
+                parts.append(Detections(bottom_from_centre(every.boxes[rows]), every.scores[rows], labels))
+        return [_concatenate(parts) for parts in by_map]
 
 
 def output_shapes(grid: Grid, tasks: Sequence[Sequence[str]] = TASKS) -> dict[str, tuple[int, ...]]:
@@ -185,6 +211,27 @@ def output_shapes(grid: Grid, tasks: Sequence[Sequence[str]] = TASKS) -> dict[st
         for task, names in enumerate(tasks)
         for name, channels in (*_MAPS.items(), ("heatmap", len(names)))
     }
+
+
+def _at(heads: nn.ModuleDict, shared: Tensor, cell: Tensor) -> Tensor:
+    """(B, k, 10): what all maps but the heat map say at cells (B, k), from the 5 x 5 cells around each."""
+    batch, height, width = shared.shape[0], *shared.shape[2:]
+    y, x = cell.flatten() // width, cell.flatten() % width
+    image = torch.arange(batch, device=cell.device).repeat_interleave(cell.shape[1])
+    reach = torch.arange(5, device=cell.device)
+    rows = F.pad(shared, (2, 2, 2, 2)).permute(0, 2, 3, 1)
+    around = rows[image[:, None, None], (y[:, None] + reach)[:, :, None], (x[:, None] + reach)[:, None]]
+    patches = around.permute(0, 3, 1, 2)
+    step = reach[:3] - 1
+    down, right = y[:, None] + step, x[:, None] + step
+    # Past the map's border the second convolution sees zeros, not what the first would give there.
+    inside = ((down >= 0) & (down < height))[:, None, :, None] & ((right >= 0) & (right < width))[:, None, None]
+    values = []
+    for name in _MAPS:
+        first, second = cast("Any", heads[name])
+        hidden = first.activate(first.bn(F.conv2d(patches, first.conv.weight, first.conv.bias)))
+        values.append(F.conv2d(hidden * inside, second.weight, second.bias).flatten(1))
+    return torch.cat(values, 1).view(*cell.shape, sum(_MAPS.values()))
 
 
 def _conv3x3(cin: int, cout: int) -> nn.Sequential:

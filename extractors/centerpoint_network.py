@@ -32,7 +32,7 @@ class CenterPointNetwork(nn.Module):
     def forward(self, voxels: SparseTensor) -> Tensor:
         """Means of voxels -> (B, 512, H, W), the map that the head takes and objects are cut from."""
         bev, _ = self.pts_middle_encoder(voxels)
-        found: Tensor = self.pts_neck(self.pts_backbone(bev))
+        found: Tensor = self.pts_neck(self.pts_backbone(bev.contiguous(memory_format=torch.channels_last)))
         return found
 
 

@@ -86,6 +86,10 @@ class TransFusionHead(nn.Module):
         scores = heatmap.flatten(2).gather(2, place[:, None].expand(-1, len(CLASSES), -1))
         return {**outputs, "query_heatmap_score": scores, "query_label": label}
 
+    def find(self, bev: Tensor) -> list[Detections]:
+        """`detect` of `forward`'s outputs."""
+        return self.detect(self(bev))
+
     def detect(self, outputs: Mapping[str, Tensor]) -> list[Detections]:
         """Boxes of the convention mmdet3d-0.x, in the order of the queries: by falling heatmap score.
 

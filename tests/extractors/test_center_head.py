@@ -204,3 +204,27 @@ def test_rows_are_y_and_columns_are_x() -> None:
 def test_every_task_needs_its_rule() -> None:
     with pytest.raises(ValueError, match="2 ways of suppression for 6 tasks"):
         head(CIRCLE, CIRCLE)
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.6, 1.0])
+def test_looking_at_peaks_alone_finds_what_whole_maps_give(threshold: float) -> None:
+    """Candidates lie in the corners and at the rim too, and maps of a batch have different numbers of them."""
+    torch.manual_seed(0)
+    network = head(score_threshold=threshold)
+    for value in network.state_dict().values():
+        if value.ndim == 1 and value.is_floating_point():
+            value.uniform_(0.5, 1.5)
+    bev = torch.randn(3, 8, 10, 12) * torch.tensor([0.1, 1.0, 3.0]).view(3, 1, 1, 1)
+    with torch.inference_mode():
+        for heads in network.task_heads:  # spread scores around the thresholds
+            heatmap = heads["heatmap"]
+            heatmap[1].bias.zero_()
+            values = heatmap(network.shared_conv(bev))
+            heatmap[1].weight.div_(values.std())
+            heatmap[1].bias.sub_(values.mean() / values.std())
+        whole, quick = network.detect(network(bev)), network.find(bev)
+    assert len({len(one.labels) for one in whole}) > (threshold < 1)
+    for one, other in zip(whole, quick, strict=True):
+        np.testing.assert_array_equal(one.labels, other.labels)
+        np.testing.assert_allclose(one.boxes, other.boxes, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(one.scores, other.scores, rtol=1e-5)

@@ -91,7 +91,7 @@ def test_raw_outputs_lead_to_the_same_objects(fused: list[Record], kept: list[Re
     assert outputs["task1_heatmap"].shape == (2, 128, 128)
     head = stage.head("cpu")
     (found,) = head.detect({name: torch.from_numpy(v[None]) for name, v in outputs.items() if name != "sweeps"})
-    np.testing.assert_array_equal(found.pick("score", 500).boxes[:, :7], fused[1]["box"])
+    np.testing.assert_allclose(found.pick("score", 500).boxes[:, :7], fused[1]["box"], rtol=1e-5, atol=1e-5)
 
 
 def test_the_order_and_number_of_objects_are_settings(fused: list[Record], kept: list[Record]) -> None:
