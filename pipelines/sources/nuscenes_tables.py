@@ -6,8 +6,9 @@ in pieces by Arrow's JSON parser, and of the first two only rows of LIDAR_TOP an
 
 from __future__ import annotations
 
-import re
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ TABLES = (
 """The tables that are read; `log`, `map` and `visibility` are not needed."""
 
 _HINT = "download the metadata again"
-_PIECE = 1 << 25  # bytes parsed at a time
+_PIECE = 1 << 24  # bytes parsed at a time
+_AHEAD = 2  # pieces that are parsed while one is used
 _MAX_GAP_US = 1_500_000  # between annotations, for a velocity (nuscenes-devkit, box_velocity)
 
 # fields read of the large tables: an Arrow type, or how many numbers a vector has
@@ -293,40 +295,55 @@ def _pieces(
         if optional:
             return
         raise MissingFile(f"{path}: no such file; {_HINT}")
-    rest = b""
-    started = False
+    with ThreadPoolExecutor(_AHEAD) as pool:  # Arrow parses outside of the interpreter's lock
+        pending: deque[Future[dict[str, Any]]] = deque()
+        for text in _texts(path):
+            pending.append(pool.submit(_parsed, path, text, fields))
+            if len(pending) > _AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    """Pieces of a list of records, each a JSON document `{"records": [...]}` of whole records."""
+    rest, started = b"", False  # what is behind the last whole record
     with path.open("rb") as file:
         while block := file.read(_PIECE):
-            text = rest + block
-            if not started:
-                if not text.strip():
-                    rest = text
-                    continue
-                if not text.lstrip().startswith(b"["):
+            if not started and (head := (rest + block).lstrip()):
+                if not head.startswith(b"["):
                     raise UnsupportedFile(f"{path}: no list of records; {_HINT}")
-                text, started = text.lstrip()[1:], True
-            end = text.rfind(b"}") + 1  # records hold no objects, so this is the end of one
-            text, rest = text[:end].lstrip(b", \r\n\t"), text[end:]
-            if text:
-                yield _parsed(path, text, fields)
+                started = True
+            end = block.rfind(b"}") + 1  # records hold no objects, so this is the end of one
+            if end:
+                first = rest.find(b"{")
+                start = 0 if first >= 0 else block.find(b"{")
+                parts = (b'{"records":[', rest[first:] if first >= 0 else b"", memoryview(block)[start:end], b"]}")
+                rest = b""
+                yield b"".join(parts)
+            rest += block[end:]
     if not started:
         raise EmptyInput(f"{path}: empty; {_HINT}")
-    if rest.strip() != b"]":
+    if rest.strip(b"[ \r\n\t") != b"]":
         raise TruncatedFile(f"{path}: ends within the list of records; {_HINT}")
 
 
 def _parsed(path: Path, text: bytes, fields: Mapping[str, pa.DataType | int]) -> dict[str, Any]:
-    schema = pa.schema({n: pa.list_(pa.float64()) if isinstance(t, int) else t for n, t in fields.items()})
-    options = pj.ParseOptions(explicit_schema=schema, newlines_in_values=True, unexpected_field_behavior="ignore")
-    lines = re.sub(rb"\}\s*,\s*\{", b"}\n{", text)
+    record = pa.struct({n: pa.list_(pa.float64()) if isinstance(t, int) else t for n, t in fields.items()})
+    options = pj.ParseOptions(
+        explicit_schema=pa.schema({"records": pa.list_(record)}),
+        newlines_in_values=True,
+        unexpected_field_behavior="ignore",
+    )
     try:
-        read = pj.read_json(pa.BufferReader(lines), pj.ReadOptions(block_size=_PIECE >> 3), options).combine_chunks()
+        read = pj.read_json(pa.BufferReader(text), pj.ReadOptions(use_threads=False, block_size=len(text) + 1), options)
     except pa.ArrowInvalid as error:
         raise UnsupportedFile(f"{path}: {error}; {_HINT}") from error
+    records = read["records"].chunk(0).values
     columns: dict[str, Any] = {}
     for name, kind in fields.items():
-        column = read[name].chunk(0)
-        if column.null_count:
+        column = records.field(name)
+        if records.null_count or column.null_count:
             raise UnsupportedFile(f"{path}: {column.null_count} records have no {name!r}; {_HINT}")
         if isinstance(kind, int):
             numbers = column.flatten().to_numpy(zero_copy_only=False)
