@@ -60,10 +60,10 @@ def voxelize(
     points = np.asarray(points, np.float32)
     if points.ndim != 2 or points.shape[1] < 3:
         raise InvalidValues(f"points have shape {points.shape}, expected (n, 3 or more columns: x, y, z first)")
-    shape = grid_shape(voxel_size, point_range)
-    index, cell = _cells(points, np.array(voxel_size, np.float32), np.array(point_range[:3], np.float32), shape)
+    low, size = np.array(point_range[:3], np.float32), np.array(voxel_size, np.float32)
+    index, places = _inside(points, size, low, grid_shape(voxel_size, point_range))
 
-    first = _first_of_equal(cell)
+    first = _first_of_equal(_flat(places, grid_shape(voxel_size, point_range)))
     opens = first == np.arange(len(first), dtype=np.int32)
     voxel = (np.cumsum(opens, dtype=np.int32) - 1)[first]
     opener = np.flatnonzero(opens)
@@ -75,41 +75,68 @@ def voxelize(
 
     counts = np.bincount(voxel, minlength=len(opener))
     if len(voxel) and counts.max() > max_points:
-        keep = _rank_below(voxel, counts, max_points)
+        keep = _first_in_voxel(voxel, counts, max_points)
         voxel, index = voxel[keep], index[keep]
         counts = np.minimum(counts, max_points)
     mean = np.empty((len(opener), points.shape[1]), np.float32)
     for column in range(points.shape[1]):
-        total = np.bincount(voxel, points[index, column], len(opener))
+        total = np.bincount(voxel, points[:, column][index], len(opener))
         np.divide(total, counts, out=mean[:, column], casting="same_kind")
-    coords = np.stack(np.unravel_index(cell[opener], shape), 1).astype(np.int32)
+    coords = np.empty((len(opener), 3), np.int32)
+    for axis, place in enumerate(places):
+        coords[:, axis] = place[opener]
     return Voxels(coords, mean, counts.astype(np.int32))
 
 
-def _cells(
+def _inside(
     points: np.ndarray, size: np.ndarray, low: np.ndarray, shape: tuple[int, int, int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Which points lie in the grid, and the flat index (int64) of each one's cell."""
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Which points lie in the grid, and their (int64) cells along z, y, x."""
     with np.errstate(invalid="ignore", over="ignore"):
-        x, y, z = np.floor((points[:, :3].T - low[:, None]) / size[:, None])
-        inside = (x >= 0) & (x < shape[2]) & (y >= 0) & (y < shape[1]) & (z >= 0) & (z < shape[0])
-        if points.shape[1] > 3:
-            inside &= np.isfinite(points[:, 3:]).all(1)
+        inside = np.ones(len(points), bool)
+        if not np.isfinite(points.sum()):
+            inside &= np.isfinite(points).all(1)
+        places = []
+        for axis, cells in zip((2, 1, 0), shape, strict=True):
+            place = points[:, axis] - low[axis]
+            place /= size[axis]
+            inside &= place >= 0
+            inside &= place < cells
+            places.append(place)
     index = np.flatnonzero(inside)
-    x, y, z = (axis[index].astype(np.int64) for axis in (x, y, z))
-    return index, (z * shape[1] + y) * shape[2] + x
+    return index, [place[index].astype(np.int64) for place in places]
 
 
-def _first_of_equal(cell: np.ndarray) -> np.ndarray:
-    """For each entry, the index of the first entry with the same value."""
-    _, first, inverse = np.unique(cell, return_index=True, return_inverse=True)
-    return first.astype(np.int32)[inverse]
+def _flat(places: list[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
+    z, y, x = places
+    return (z * shape[1] + y) * shape[2] + x
 
 
-def _rank_below(voxel: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
+def _first_of_equal(values: np.ndarray) -> np.ndarray:
+    """For each entry, the index (int32) of the first entry with the same value.
+
+    All entries with one value meet in one slot of a table, where the first of them is written last. Of different values
+    that meet in a slot, one gets its answer and the others go on to another table.
+    """
+    bits = max(10, 2 + len(values).bit_length())
+    table = np.empty(1 << bits, np.int32)  # no slot is read before it is written
+    first = np.empty(len(values), np.int32)
+    waiting, keys, factor = np.arange(len(values), dtype=np.int32), values.view(np.uint64), 0x9E3779B97F4A7C15
+    while len(waiting):
+        slot = ((keys * np.uint64(factor)) >> np.uint64(64 - bits)).view(np.int64)
+        table[slot[::-1]] = waiting[::-1]
+        found = table[slot]
+        first[waiting] = found
+        lost = values[found] != keys.view(np.int64)
+        waiting, keys = waiting[lost], keys[lost]
+        factor = (factor * 6364136223846793005 + 2) % 2**64  # odd stays odd
+    return first
+
+
+def _first_in_voxel(voxel: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
     """Which points are among the first `limit` of their voxel."""
     keep = np.ones(len(voxel), bool)
-    crowded = np.flatnonzero(counts[voxel] > limit)
+    crowded = np.flatnonzero((counts > limit)[voxel])
     order = crowded[np.argsort(voxel[crowded], kind="stable")]
     sizes = counts[counts > limit]
     starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
