@@ -36,12 +36,14 @@ class GroundTruth(Extractor):
     Attributes:
         vectors: a text file of word vectors (GloVe, word2vec), or `untrained:SEED`.
         size: numbers of a word vector.
+        status: `required`; or `omit`, which leaves its half of the feature 0: info pickles do not tell attributes.
         keep: `points`, objects with at least one LiDAR or radar point inside (nuScenes' valid_flag); or `all`.
         dtype: of features.
     """
 
     vectors: Weights
     size: int = 300
+    status: Literal["required", "omit"] = "required"
     keep: Literal["points", "all"] = "points"
     dtype: Literal["float16", "float32"] = "float32"
 
@@ -73,13 +75,20 @@ class GroundTruth(Extractor):
         """All columns but the features.
 
         Raises:
-            InvalidValues: a box that is not finite, a class or an attribute that nuScenes does not have.
+            InvalidValues: a box that is not finite, a class or an attribute that nuScenes does not have, annotations
+                of a source that does not tell attributes.
         """
         (found,) = inputs
         if unknown := sorted(set(found.names) - {*CLASSES, ""}):
             raise InvalidValues(f"{key}: objects of class {unknown[0]!r}; known: {', '.join(CLASSES)}")
         if unknown := sorted(set(found.attributes) - set(STATUS)):
             raise InvalidValues(f"{key}: attribute {unknown[0]!r}; known: {', '.join(filter(None, STATUS))}")
+        if self.status == "required" and found.names and not any(found.tokens) and not any(found.attributes):
+            raise InvalidValues(
+                f"{key}: annotations without attributes, as info pickles have them: use the official tables, or "
+                f"{self.name}.status=omit"
+            )
+        attributes = found.attributes if self.status == "required" else ("",) * len(found.names)
         points = found.lidar_points + found.radar_points
         rows = np.flatnonzero((np.array(found.names, object) != "") & ((points > 0) | (self.keep == "all")))
         boxes = found.boxes[rows]
@@ -98,7 +107,7 @@ class GroundTruth(Extractor):
             "frame": np.full(len(rows), "lidar", object),
             "convention": np.full(len(rows), "mmdet3d-1.0", object),
             "valid": points[rows] > 0,
-            "status": np.array([STATUS[found.attributes[row]] for row in rows], object),
+            "status": np.array([STATUS[attributes[row]] for row in rows], object),
             "velocity_known": known,
             "points": points[rows].astype(np.int32),
             "token": np.array(found.tokens, object)[rows],

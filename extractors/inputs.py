@@ -189,3 +189,18 @@ class MaskFiles:
     """
 
     files: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class ObjectFeatures:
+    """Objects of a key frame with features that others made, as NuScenes-QA's `.npz` files have them.
+
+    Attributes:
+        features: (object, C) floats.
+        boxes: (object, 7) floats: x, y, z, three sizes, yaw, in the maker's convention.
+        labels: (object,) int64, in the maker's order of classes; -1 where the file gives none.
+    """
+
+    features: np.ndarray
+    boxes: np.ndarray
+    labels: np.ndarray

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pickle
+import zipfile
+import zlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,20 +62,51 @@ def read_pickled_npy(path: Path) -> Any:
     if not path.is_file():
         raise MissingFile(f"{path}: no such file")
     with path.open("rb") as file:
-        try:
-            major, _ = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-            read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read_header(file)  # type: ignore[no-untyped-call]
-        except (ValueError, EOFError) as error:
-            if not path.stat().st_size:
-                raise EmptyInput(f"{path}: no bytes; is the download complete?") from None
-            raise UnsupportedFile(f"{path}: not a file of numpy.save: {error}") from error
-        if not dtype.hasobject or shape != ():
-            raise UnsupportedFile(f"{path}: holds {dtype} of shape {shape}, expected one pickled object")
-        array = _load(file, path)
-    if not isinstance(array, np.ndarray) or array.shape != ():
-        raise UnsupportedFile(f"{path}: its pickle is a {type(array).__name__}, expected an array of one object")
+        if not path.stat().st_size:
+            raise EmptyInput(f"{path}: no bytes; is the download complete?")
+        array = _read_npy(file, path)
+    if not array.dtype.hasobject or array.shape != ():
+        raise UnsupportedFile(f"{path}: holds {array.dtype} of shape {array.shape}, expected one pickled object")
     return array.item()
+
+
+def read_pickled_npz(path: Path, name: str) -> np.ndarray:
+    """Read one array of Python objects (or of anything) from what `numpy.savez` writes; errors as `read_pickled_npy`.
+
+    Raises:
+        UnsupportedFile: there is no array of this name, besides.
+    """
+    if not path.is_file():
+        raise MissingFile(f"{path}: no such file")
+    if not path.stat().st_size:
+        raise EmptyInput(f"{path}: no bytes; is the download complete?")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if f"{name}.npy" not in archive.namelist():
+                there = ", ".join(one.removesuffix(".npy") for one in archive.namelist()[:5]) or "nothing"
+                raise UnsupportedFile(f"{path}: no array {name!r}; it holds {there}")
+            with archive.open(f"{name}.npy") as file:
+                return _read_npy(file, path)
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise UnsupportedFile(f"{path}: not a file of numpy.savez, or damaged: {error}") from error
+
+
+def _read_npy(file: IO[bytes], path: Path) -> np.ndarray:
+    try:
+        major, _ = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read_header(file)  # type: ignore[no-untyped-call]
+    except (ValueError, EOFError) as error:
+        raise UnsupportedFile(f"{path}: not a file of numpy.save: {error}") from error
+    if dtype.hasobject:
+        array = _load(file, path)
+        if not isinstance(array, np.ndarray) or array.shape != shape:
+            raise UnsupportedFile(f"{path}: its pickle is a {type(array).__name__}, expected an array of {shape}")
+        return array
+    data = file.read()
+    if len(data) != dtype.itemsize * math.prod(shape):
+        raise UnsupportedFile(f"{path}: {len(data)} bytes for {dtype} of shape {shape}")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def _load(file: IO[bytes], path: Path) -> Any:

@@ -95,6 +95,21 @@ def run(
 
 
 @app.command()
+def draw(
+    job: JobName,
+    item: Annotated[str, typer.Argument(help="Sample token.")],
+    out: Annotated[Path, typer.Argument(help="PNG to write.")],
+    overrides: Overrides = None,
+    store: Store = None,
+    stage: Annotated[str | None, typer.Option(help="Also draw the objects that this stage found.")] = None,
+) -> None:
+    """Draw a driving key frame with its boxes: six images, and the LiDAR from above."""
+    from pipelines import draw as drawing
+
+    drawing.main(job, item, out, overrides or [], store, stage)
+
+
+@app.command()
 def status(store: Store = None, as_json: Json = False) -> None:
     """Say what a store holds: records, failures and sizes of each stage."""
     from pipelines import cli_store
@@ -155,15 +170,20 @@ def export(
     stage: StageName,
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     store: Store = None,
-    form: Annotated[str, typer.Option("--format", metavar="npz|parquet|hdf5|mp4|png", help="What to write.")] = "npz",
+    form: Annotated[
+        str, typer.Option("--format", metavar="npz|parquet|hdf5|mp4|png|nuscenes-qa", help="What to write.")
+    ] = "npz",
     item: Items = None,
     column: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this column.")] = None,
+    width: Annotated[
+        int | None, typer.Option(min=1, help="nuscenes-qa: numbers of a feature; zeros fill up what is missing.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a stage's records as plain files, one an item, and keys.json that says which is which."""
     from pipelines import export as exporting
 
-    exporting.main(store, stage, out, form, item, column, as_json)
+    exporting.main(store, stage, out, form, item, column, width, as_json)
 
 
 @app.command("make-data")

@@ -6,6 +6,7 @@
     parquet  one row an element; tensors as nested fixed-size lists
     mp4      records of `video` as SQA3D's own 20 fps files (mp4v, lossy)
     png      the one image column of a record, as of `bev_render`
+    nuscenes-qa  object features as NuScenes-QA's released trainer reads them (`pipelines.nuscenes_qa_npz`)
 
 keys.json maps each item key to its file: a key need not be a file name.
 """
@@ -17,10 +18,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from pipelines import nuscenes_qa_npz
 from pipelines.cli_store import open_store
 from pipelines.errors import JobError
 from pipelines.job_spec import unknown
@@ -39,22 +42,29 @@ def main(
     form: str,
     items: Sequence[str] | None,
     columns: Sequence[str] | None,
+    width: int | None,
     as_json: bool,
 ) -> None:
     """Export and say what was written."""
     if form not in FORMATS:
         raise JobError(unknown("format", form, FORMATS))
+    if width is not None and form != "nuscenes-qa":
+        raise JobError(f"--width goes with --format nuscenes-qa, not {form}")
     records = open_store(store)[stage]
     if columns:
         records = records.select(*columns)
-    files = export(records, out, form, items)
+    files = export(records, out, form, items, width)
     if as_json:
         print(json.dumps({"stage": stage, "format": form, "folder": str(out), "files": files}, ensure_ascii=False))
     else:
         print(f"{len(files)} files in {out}, and keys.json")
+        if form == "nuscenes-qa" and (note := nuscenes_qa_npz.note({key: records.row(key).rows for key in files})):
+            print(note)
 
 
-def export(records: Records, out: Path, form: str, items: Sequence[str] | None = None) -> dict[str, str]:
+def export(
+    records: Records, out: Path, form: str, items: Sequence[str] | None = None, width: int | None = None
+) -> dict[str, str]:
     """Write records to a folder; files that are there are replaced.
 
     Args:
@@ -62,6 +72,7 @@ def export(records: Records, out: Path, form: str, items: Sequence[str] | None =
         out: the folder; it is made.
         form: a name of FORMATS.
         items: keys to write, all by default.
+        width: numbers of a feature in format nuscenes-qa.
 
     Returns:
         Item key -> file name.
@@ -76,6 +87,9 @@ def export(records: Records, out: Path, form: str, items: Sequence[str] | None =
         if key not in records:
             records.digest(key)  # says why
             raise RecordMissing(f"{records.stage} has no record for {key!r}")
+    if form == "nuscenes-qa":
+        nuscenes_qa_npz.check(files, records.schema, width)
+        write = partial(nuscenes_qa_npz.write, width=width)
     out.mkdir(parents=True, exist_ok=True)
     for key, name in files.items():
         part = out / f".part-{os.getpid()}{suffix}"
@@ -180,4 +194,5 @@ FORMATS: Mapping[str, tuple[str, Write]] = {
     "hdf5": (".h5", _hdf5),
     "mp4": (".mp4", _mp4),
     "png": (".png", _png),
+    "nuscenes-qa": (".npz", nuscenes_qa_npz.write),
 }

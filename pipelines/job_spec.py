@@ -45,16 +45,21 @@ EXTRACTORS = {  # name in YAML -> module, class
     "msmdfusion_head": ("extractors.msmdfusion", "MSMDFusionHead"),
     "virtual_points_files": ("extractors.virtual_points", "VirtualPointsFiles"),
     "virtual_points": ("extractors.virtual_points", "VirtualPoints"),
+    "object_crop": ("extractors.object_crop", "ObjectCrop"),
+    "groundtruth": ("extractors.groundtruth", "GroundTruth"),
+    "nuscenes_qa_features": ("extractors.nuscenes_qa_features", "NuScenesQAFeatures"),
     "fake": ("extractors.fake", "Fake"),
 }
 SOURCES = {
     "scannet": ("pipelines.sources.scannet", "ScanNet"),
     "folder": ("pipelines.sources.folder", "Folder"),
     "nuscenes": ("pipelines.sources.nuscenes", "NuScenes"),
+    "nuscenes_qa_npz": ("pipelines.sources.nuscenes_qa_npz", "NuScenesQANpz"),
 }
 TABLES = {
     "sqa3d_questions": ("pipelines.questions.sqa3d", "SQA3DQuestions"),
     "sqa3d_situations": ("pipelines.questions.sqa3d_situations", "SQA3DSituations"),
+    "nuscenes_questions": ("pipelines.questions.nuscenes", "NuScenesQuestions"),
 }
 
 

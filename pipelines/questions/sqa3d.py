@@ -13,13 +13,13 @@ import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from extractors.errors import MissingFile
 from pipelines.questions.answers import Vocabulary
+from pipelines.questions.beam import quiet, runner
 from pipelines.questions.sqa3d_situations import (
     POSE_COLUMNS,
     checked_entries,
@@ -124,16 +124,14 @@ class SQA3DQuestions:
             keys: question ids.
             parents: records of `scan_info` by scene; the poses of a scene that lacks one are null.
         """
-        with _quiet():
+        with quiet():
             import apache_beam as beam
-            from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
             from apache_beam.transforms import combiners
 
         scenes = sorted({row["scene_id"] for row in self._rows() if str(row["question_id"]) in keys})
         scans = [(scene, scan_frames(parents[scene])) for scene in scenes if scene in parents]
         with tempfile.TemporaryDirectory(prefix="scenecache-") as folder:
-            # what DirectRunner runs in the end; DirectRunner first looks for a runner that it would have to download
-            with beam.Pipeline(runner=FnApiRunner()) as pipeline:
+            with beam.Pipeline(runner=runner()) as pipeline:
                 questions, annotations = (
                     pipeline
                     | f"files of {kind}" >> beam.Create(self._files(kind))
@@ -199,16 +197,6 @@ class SQA3DQuestions:
         if orphans := [number for number, entries in both.items() if not entries[_QUESTIONS]]:
             _log.warning("%s: %d annotations have no question (%d ...)", self.root, len(orphans), min(orphans))
         return [row for joined in both.items() for _, row in _join(joined)]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Beam's import warns of cloud clients that nobody asked for."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _read(file: tuple[str, int, str, str]) -> Iterator[tuple[int, _Entry]]:
