@@ -96,7 +96,8 @@ def inspect(checkpoint: Checkpoint) -> Fit | None:
     if model is None:
         return None
     with torch.device("meta"):
-        variant, expected = _needs(model, state)
+        variant, network = _blank(model, state)
+        expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
     notes = []
     try:
         if layout := weight_layout(state):
@@ -118,8 +119,8 @@ def told_convention(checkpoint: Checkpoint) -> Convention | None:
     return "mmdet3d-0.x" if int(version[1]) == 0 else "mmdet3d-1.0"
 
 
-def _needs(model: Model, state: Mapping[str, Tensor]) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Variant of the model that a file is for, and the keys and shapes of the network that it fills."""
+def _blank(model: Model, state: Mapping[str, Tensor]) -> tuple[str, nn.Module]:
+    """Variant of the model that a file is for, and the network that it fills."""
     from extractors.base import Weights
 
     weights = Weights("untrained:0")
@@ -127,17 +128,15 @@ def _needs(model: Model, state: Mapping[str, Tensor]) -> tuple[str, dict[str, tu
         from extractors.centerpoint import CenterPoint
         from extractors.centerpoint_network import CenterPointNetwork
 
-        network: nn.Module = CenterPointNetwork(CenterPoint(weights=weights).build_head())
-        return "mmdetection3d", {key: tuple(value.shape) for key, value in network.state_dict().items()}
+        return "mmdetection3d", CenterPointNetwork(CenterPoint(weights=weights).build_head())
     if model == "bevdet":
         from extractors.bevdet import BEVDet
 
-        first = "img_view_transformer.depthnet.weight" in state
-        network = BEVDet(weights=weights, generation="bd1" if first else "bd2").blank()
-        return "bd1" if first else "bd2", {key: tuple(value.shape) for key, value in network.state_dict().items()}
+        generation: Literal["bd1", "bd2"] = "bd1" if "img_view_transformer.depthnet.weight" in state else "bd2"
+        return generation, BEVDet(weights=weights, generation=generation).blank()
     from extractors.msmdfusion_network import MSMDFusionNetwork
 
-    return "LiDAR and cameras", {key: tuple(value.shape) for key, value in MSMDFusionNetwork().state_dict().items()}
+    return "LiDAR and cameras", MSMDFusionNetwork()
 
 
 def _unsupported(state: Mapping[str, Tensor], model: Model) -> str:

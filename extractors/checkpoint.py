@@ -33,6 +33,7 @@ _LEFT_OUT = (
     "mmdet3d.",
     "numpy.",
 )  # whose objects a training's file holds beside tensors
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # that BatchNorm keeps beside its parameters
 _SHOWN = 12  # keys in an error text
 
 
@@ -237,9 +238,9 @@ def describe(path: Path) -> dict[str, Any]:
 
     Returns:
         file, bytes, sha256; wrapper, prefix, others (see `Checkpoint`); network and naming as detected (null where
-        unknown); parts: [{part, keys, values}] by the first word of the keys; keys: [{key, shape, dtype, use}] with use
-        `loaded`, `ignored` (known, of another part of the model) or `unexpected`; missing: expected keys that are
-        absent; mismatched: [{key, shape, expected}]; notes; loads.
+        unknown); parts: [{part, keys, parameters}] by the first word of the keys; keys: [{key, shape, dtype, use}]
+        with use `loaded`, `ignored` (known, of another part of the model) or `unexpected`; missing: expected keys that
+        are absent; mismatched: [{key, shape, expected}]; notes; loads.
 
     Raises:
         WeightsError: the file can't be read.
@@ -254,7 +255,7 @@ def describe(path: Path) -> dict[str, Any]:
     for key, value in checkpoint.state.items():
         part = parts.setdefault(key.partition(".")[0], [0, 0])
         part[0] += 1
-        part[1] += 0 if key.endswith("num_batches_tracked") else value.numel()
+        part[1] += 0 if key.endswith(_STATISTICS) else value.numel()
     unknown = (f"no known network: {votenet_namings.EXPECTED}; or {bev_checkpoint.EXPECTED}",)
     return {
         "file": str(path),
@@ -265,7 +266,7 @@ def describe(path: Path) -> dict[str, Any]:
         "others": list(checkpoint.others),
         "network": fit.network if fit else None,
         "naming": fit.naming if fit else None,
-        "parts": [{"part": part, "keys": keys, "values": values} for part, (keys, values) in parts.items()],
+        "parts": [{"part": part, "keys": keys, "parameters": count} for part, (keys, count) in parts.items()],
         "keys": [
             {
                 "key": key,

@@ -252,9 +252,9 @@ def _checkpoint(path: Path, as_json: bool) -> int:
     print(f"{path}: {size(report['bytes'])}, sha256 {report['sha256']}")
     for name in ("wrapper", "prefix", "network", "naming"):
         print(f"{name}: {report[name] or 'none'}")
-    parts = [(part["part"], f"{part['keys']:,}", f"{part['values']:,}") for part in report["parts"]]
-    total = ("all", f"{len(report['keys']):,}", f"{sum(part['values'] for part in report['parts']):,}")
-    print_table("parts", ("part", "keys", "values"), [*parts, total])
+    parts = [(part["part"], f"{part['keys']:,}", f"{part['parameters']:,}") for part in report["parts"]]
+    total = ("all", f"{len(report['keys']):,}", f"{sum(part['parameters'] for part in report['parts']):,}")
+    print_table("parts", ("part", "keys", "parameters"), [*parts, total])
     rows = [(k["key"], str(tuple(k["shape"])), k["dtype"], k["use"]) for k in report["keys"]]
     print_table(f"{len(rows)} keys", ("key", "shape", "dtype", "use"), rows)
     for key in report["missing"]:
