@@ -41,6 +41,8 @@ EXTRACTORS = {  # name in YAML -> module, class
     "clipbert_grid": ("extractors.image_grid", "ClipBertGrid"),
     "centerpoint": ("extractors.centerpoint", "CenterPoint"),
     "centerpoint_head": ("extractors.centerpoint", "CenterPointHead"),
+    "bevdet": ("extractors.bevdet", "BEVDet"),
+    "bevdet_head": ("extractors.bevdet", "BEVDetHead"),
     "msmdfusion": ("extractors.msmdfusion", "MSMDFusion"),
     "msmdfusion_head": ("extractors.msmdfusion", "MSMDFusionHead"),
     "virtual_points_files": ("extractors.virtual_points", "VirtualPointsFiles"),
