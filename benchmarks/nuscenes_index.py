@@ -29,8 +29,13 @@ RADARS = ("RADAR_FRONT", "RADAR_FRONT_LEFT", "RADAR_FRONT_RIGHT", "RADAR_BACK_LE
 CHANNELS = ("LIDAR_TOP", *CAMERAS, *RADARS)
 LIDAR_SCANS, CAMERA_IMAGES = 390, 240  # of a scene of 19.5 s; the rest are the radars'
 
+_PEAK = """
+import json, sys, time
+def peak():  # not ru_maxrss, which begins at what the parent process had
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(lines["VmHWM"].split()[0]) / 2**20
+"""
 _OPEN = """
-import json, resource, sys, time
 start = time.perf_counter()
 from pathlib import Path
 from pipelines.sources.nuscenes import NuScenes
@@ -43,17 +48,16 @@ for key in keys[:1000]:
     for kind in ("lidar", "cameras", "annotations"):
         source.files(key, kind), source.facts(key, kind)
 listed = time.perf_counter()
+used = time.process_time()
 listed_us = (listed - opened) / min(len(keys), 1000) * 1e6
 print(json.dumps({"seconds": opened - loaded, "keys": len(keys), "listed_us": listed_us, "imports": loaded - start,
-                  "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
+                  "cpu": used, "gib": peak()}))
 """
 _DEVKIT = """
-import json, resource, sys, time
 from nuscenes.nuscenes import NuScenes
 start = time.perf_counter()
 nusc = NuScenes("v1.0-trainval", sys.argv[1], verbose=False)
-print(json.dumps({"seconds": time.perf_counter() - start, "keys": len(nusc.sample),
-                  "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
+print(json.dumps({"seconds": time.perf_counter() - start, "keys": len(nusc.sample), "gib": peak()}))
 """
 
 
@@ -71,12 +75,17 @@ def main() -> None:
         warm = [run(_OPEN, root, environment) for _ in range(5)]
         index = sum(path.stat().st_size for path in (root / "cache").rglob("*.arrow")) / 2**30
         devkit = None
-        if not options.no_devkit and available_gib() > 6 * text and "missing" not in harness.versions("nuscenes-devkit").values():
+        if (
+            not options.no_devkit
+            and available_gib() > 6 * text
+            and "missing" not in harness.versions("nuscenes-devkit").values()
+        ):
             devkit = run(_DEVKIT, root, environment)
     figures: dict[str, Any] = {
         **counts,
         "tables_gib": text,
         "build_s": build["seconds"],
+        "build_cpu_s": build["cpu"],
         "build_peak_gib": build["gib"],
         "warm_s": float(np.median([one["seconds"] for one in warm])),
         "warm_peak_gib": max(one["gib"] for one in warm),
@@ -100,7 +109,7 @@ def main() -> None:
 def run(code: str, root: Path, environment: dict[str, str]) -> dict[str, Any]:
     """Run code in a process of its own; what it prints last."""
     done = subprocess.run(
-        [sys.executable, "-c", code, str(root)], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", _PEAK + code, str(root)], env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

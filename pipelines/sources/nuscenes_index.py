@@ -167,13 +167,12 @@ class Rows:
 
 def _column(column: pa.ChunkedArray) -> Any:
     """A view: numpy for numbers, Arrow for text."""
-    array = column.combine_chunks()
-    if isinstance(array, pa.ChunkedArray):  # of no chunks
-        array = pa.array([], column.type)
+    chunks = column.chunks or [pa.array([], column.type)]
+    array = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
     if pa.types.is_string(array.type):
         return array
     if pa.types.is_fixed_size_list(array.type):
-        return array.flatten().to_numpy(zero_copy_only=True).reshape(-1, array.type.list_size)
+        return array.values.to_numpy(zero_copy_only=True).reshape(-1, array.type.list_size)
     return array.to_numpy(zero_copy_only=True)
 
 
@@ -278,7 +277,7 @@ def _save(tables: Mapping[str, pa.Table], home: Path) -> None:
     try:
         for name, table in tables.items():
             with pa.OSFile(str(temporary / f"{name}.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
-                out.write_table(table.combine_chunks())
+                out.write_table(table.combine_chunks())  # one piece, so that columns map as one
         shutil.rmtree(home, ignore_errors=True)  # a damaged one
         os.rename(temporary, home)
     finally:
