@@ -59,9 +59,7 @@ class ObjectCrop(Extractor):
         bev, boxes = inputs
         for record, needed, feed in ((bev, _MAP, "give=bev"), (boxes, _BOXES, "give=detections")):
             if missing := [name for name in needed if name not in record]:
-                raise InvalidValues(
-                    f"{key}: no column {', '.join(missing)}; feed {self.name} a stage of {feed} by `of`"
-                )
+                raise InvalidValues(f"{key}: a record without {', '.join(missing)}; `of` must name a stage of {feed}")
         channels, height, width = bev["bev"].shape
         if channels != self.channels:
             raise InvalidValues(f"{key}: the map has {channels} channels, set {self.name}.channels={channels}")
