@@ -1,7 +1,7 @@
 """Shapes of what is found on roads: cars, buses, cyclists, pedestrians, cones ... in nuScenes' categories.
 
 Frame of a thing: x forward, y left, z up, the origin in the middle of its underside; metres. A shape fills its box to
-the sides, less 2 cm, so that a noisy LiDAR point still lies in the box.
+the sides, less a few cm, so that a noisy LiDAR point still lies in the box.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shape:
 
 
 def _wheels(length: float, width: float, radius: float, at: tuple[float, ...]) -> list[Solid]:
-    y = width / 2 - _INSET - 0.11
+    y = width / 2 - _INSET - 0.11  # a little outside of a truck's body, or the two would flicker
     return [
         prism((x * length, side * y, radius + 0.01), radius, 0.22, _TYRE, lying=True, caps=(58, 58, 62), echo=0.08)
         for x in at
@@ -85,7 +85,7 @@ def _police(rng: np.random.Generator, size: Size, ridden: bool) -> Parts:
     for side, color in ((-1, (30, 60, 220)), (1, (220, 30, 30))):
         low, high = sorted((0.02 * side, 0.55 * side))
         solids.append(block((-0.4, low, height - 0.16), (-0.1, high, height - _INSET), color))
-    trim.append(block((-1.2, -width / 2 - 0.002, 0.6), (1.2, width / 2 + 0.002, 0.78), (28, 48, 120)))
+    trim.append(block((-1.2, 0.01 - width / 2, 0.6), (1.2, width / 2 - 0.01, 0.78), (28, 48, 120)))
     return solids, trim
 
 
@@ -94,7 +94,7 @@ def _truck(rng: np.random.Generator, size: Size, ridden: bool) -> Parts:
     x, y, cab = length / 2 - _INSET, width / 2 - _INSET, min(2.0, 0.3 * length)
     paint, cargo = _PAINTS[rng.integers(len(_PAINTS))], (206, 208, 202)
     solids = [
-        block((-x, -y, 0.75), (x - cab - 0.25, y, height - _INSET), cargo, echo=0.5),
+        block((-x, 0.02 - y, 0.75), (x - cab - 0.25, y - 0.02, height - _INSET), cargo, echo=0.5),
         block((x - cab, -y + 0.08, 0.45), (x, y - 0.08, 0.6 * height), paint),
         block((x - cab, -y + 0.1, 0.6 * height), (x, y - 0.1, 0.88 * height), paint, sides=_GLASS,
               top=(x - cab, x - 0.35, -y + 0.16, y - 0.16)),
@@ -110,7 +110,7 @@ def _bus(rng: np.random.Generator, size: Size, ridden: bool) -> Parts:
     x, y = length / 2 - _INSET, width / 2 - _INSET
     paint = ((196, 40, 44), (36, 92, 170), (40, 128, 84))[rng.integers(3)]
     solids = [
-        block((-x, -y, 0.3), (x, y, height - 0.22), paint, echo=0.4),
+        block((-x, 0.02 - y, 0.3), (x, y - 0.02, height - 0.22), paint, echo=0.4),
         block((-x + 0.6, -y + 0.2, height - 0.22), (x - 1.2, y - 0.2, height - _INSET), _WHITE),
         *_wheels(length, width, 0.48, (-0.3, 0.32)),
     ]
@@ -199,7 +199,7 @@ def _pedestrian(rng: np.random.Generator, size: Size, ridden: bool, jacket: Rgb 
     x, y, step = length / 2 - _INSET, width / 2 - _INSET, ridden
     shirt, trousers = jacket or _CLOTHES[rng.integers(len(_CLOTHES))], _CLOTHES[rng.integers(len(_CLOTHES))]
     hip, neck = 0.48 * height, 0.84 * height
-    reach = x if step else 0.12
+    reach = x if step else 0.18
     solids = [
         block((-reach, 0.03, 0.02), (-reach + 0.24, 0.19, hip), trousers, top=(-0.1, 0.12, 0.03, 0.19), echo=0.2),
         block((reach - 0.24, -0.19, 0.02), (reach, -0.03, hip), trousers, top=(-0.1, 0.12, -0.19, -0.03), echo=0.2),
@@ -235,7 +235,7 @@ def _stroller(rng: np.random.Generator, size: Size, ridden: bool) -> Parts:
     return [
         block((-x + 0.2, -y, 0.35), (x, y, 0.75), (60, 70, 110), top=(-x + 0.1, x - 0.1, -y, y)),
         block((-x, -y, height - 0.08), (-x + 0.12, y, height - _INSET), _METAL),
-        *_wheels(length, width + 0.1, 0.12, (-0.2, 0.25)),
+        *_wheels(length, width, 0.12, (-0.2, 0.25)),
     ], []
 
 

@@ -14,7 +14,7 @@ from pipelines.make_data.road_users import SHAPES, Size
 from pipelines.make_data.solids import Solid
 from pipelines.make_data.streets import BAY, LANES, STOP_LINE, ZEBRA
 
-EGO_SIZE: Size = (4.08, 1.73, 1.56)
+EGO_SIZE: Size = (4.08, 1.73, 1.44)
 EGO_MIDDLE = 1.2  # metres from the rear axle, where the ego frame is, to the car's middle
 _CLEAR = 0.15  # metres at least between two things
 _STEP_S = 0.25  # how often that is looked at
@@ -162,7 +162,7 @@ def overlap(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _along(along_x: bool, way: int, at: float, right: float, speed: float = 0.0, turn: float = 0.0) -> Track:
-    """A track along a street, in direction `way` (+1 or -1), from `at` metres past the crossing, `right` of the middle."""
+    """Along a street in direction `way` (+1 or -1), from `at` metres past the crossing, `right` of the middle."""
     x, y, yaw = way * at, -way * right, 0.0 if way > 0 else np.pi
     if not along_x:
         x, y, yaw = way * right, way * at, way * np.pi / 2
