@@ -129,6 +129,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
     state, averaged = _averaged(state)
     if averaged:
         notes.append(f"{averaged} tensors have averaged copies (ema_*), which are taken")
+    beside = path.with_name(f"{path.stem}_ema{path.suffix}")
+    if beside.is_file():
+        notes.append(f"{beside.name} beside it holds averaged weights (EMA), which score higher")
     for note in notes:
         _log.warning("%s: %s", path, note)
     return Checkpoint(path, state, wrapper, prefix, others, meta, tuple(notes))

@@ -172,6 +172,13 @@ def test_averaged_copies_beside_their_tensors_are_preferred(tmp_path: Path) -> N
     assert "1 tensors have averaged copies" in checkpoint.notes[0]
 
 
+def test_an_averaged_file_beside_the_checkpoint_is_pointed_to(tmp_path: Path) -> None:
+    for name in ("bevdet.pth", "bevdet_ema.pth"):
+        torch.save({"a": torch.zeros(1)}, tmp_path / name)
+    assert "bevdet_ema.pth beside it" in read_checkpoint(tmp_path / "bevdet.pth").notes[0]
+    assert not read_checkpoint(tmp_path / "bevdet_ema.pth").notes
+
+
 @pytest.fixture
 def framework() -> Iterator[type]:
     """A class of the training framework, there only while files are written."""
