@@ -67,9 +67,7 @@ class NuScenesQANpz:
             if not token:
                 continue  # a hidden file
             if token in paths:
-                raise UnsupportedFile(
-                    f"{path}: its name gives the sample token {token!r}, as that of another file does"
-                )
+                raise UnsupportedFile(f"{path}: another file has the sample token {token!r} too; keep one of them")
             paths[token] = path
         if not paths:
             raise MissingFile(f"{self.root}: no .npz in it; give the folder of one backbone, features/CenterPoint")
