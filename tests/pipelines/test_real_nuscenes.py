@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from extractors.base import Weights
+from extractors.bevdet import BEVDet
 from pipelines.draw import annotated, edges_in_image
 from pipelines.sources.nuscenes import NuScenes
 from tests.pipelines.front_door import FrontDoor
@@ -70,3 +73,31 @@ def test_all_detectors_run_on_the_real_key_frame(
     assert len(door.records("nuscenes_questions")) == 1
     plan = door.json("plan", "nuscenes-qa", *settings)
     assert all(line["action"] == "reuse" for stage in plan["stages"] for line in stage["lines"])
+
+
+def test_a_changed_weight_file_runs_its_detector_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door = FrontDoor(tmp_path, monkeypatch)
+    state = BEVDet(weights=Weights("untrained:0")).blank().state_dict()
+    stages = {
+        "bevdet": {"weights": str(tmp_path / "bevdet.pth")},
+        "truth": {"extractor": "groundtruth", "vectors": "untrained:0", "status": "omit"},
+        "other": {"extractor": "bevdet", "weights": "untrained:1", "objects": 10},
+    }
+    job = door.job({"type": "nuscenes", "root": str(folder)}, stages)
+    torch.save({"state_dict": state}, tmp_path / "bevdet.pth")
+    code, out, err = door("run", job)
+    assert code == 0, out + err
+    before = {name: door.digests(name) for name in stages}
+
+    state["pts_bbox_head.shared_conv.conv.weight"] += 0.1
+    torch.save({"state_dict": state}, tmp_path / "bevdet.pth")
+    assert {name: door.plan(job, name)[KEY] for name in stages} == {
+        "bevdet": ("compute", "weights changed"),
+        "truth": ("reuse", "unchanged"),
+        "other": ("reuse", "unchanged"),
+    }
+    assert door("run", job)[0] == 0
+    after = {name: door.digests(name) for name in stages}
+    assert [name for name in stages if after[name] != before[name]] == ["bevdet"]
