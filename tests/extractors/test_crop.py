@@ -250,6 +250,8 @@ def test_a_map_with_nan_under_a_box_is_an_error_that_names_the_box() -> None:
     with pytest.raises(InvalidValues, match="under box 1"):
         crop(bev, boxes)
     assert torch.isfinite(crop(bev, boxes[:1])[0]).all()
+    large = torch.full_like(bev, 3e38)  # numbers whose sum is infinite are fine
+    assert torch.equal(crop(large, boxes, pool="max")[0], large[:, :2, 0].T)
 
 
 @pytest.mark.parametrize(
