@@ -220,7 +220,7 @@ class BevDetector(Detector):
 
         body, head = self.network(device)
         grid = self.grid
-        together = 1 if torch.device(device).type == "cpu" else self.batch
+        alone = torch.device(device).type == "cpu"
 
         def some(batch: Sequence[Any]) -> list[Record]:
             maps = body(batch).contiguous(memory_format=torch.channels_last)
@@ -242,7 +242,7 @@ class BevDetector(Detector):
 
         @inference
         def run(batch: Sequence[Any]) -> list[Record]:
-            return [r for start in range(0, len(batch), together) for r in some(batch[start : start + together])]
+            return [record for part in ([[item] for item in batch] if alone else [batch]) for record in some(part)]
 
         return run
 
@@ -295,13 +295,12 @@ class BevHead(Detector):
         from extractors.inference import inference
 
         head = self.head(device)
-        together = 1 if torch.device(device).type == "cpu" else self.batch
+        alone = torch.device(device).type == "cpu"
 
         @inference
         def run(batch: Sequence[Record]) -> list[Record]:
             records = []
-            for start in range(0, len(batch), together):
-                some = batch[start : start + together]
+            for some in [[item] for item in batch] if alone else [batch]:
                 maps = torch.from_numpy(np.stack([record["bev"] for record in some])).to(device).float()
                 maps = maps.contiguous(memory_format=torch.channels_last)  # as the whole detector has them
                 for (record, found), item in zip(self.found_records(self.give, head, maps), some, strict=True):

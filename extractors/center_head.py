@@ -186,10 +186,9 @@ class CenterHead(nn.Module):
         x = ((cell % self.grid.width) + dx) * self.grid.cell + self.grid.origin[0]
         y = ((cell // self.grid.width) + dy) * self.grid.cell + self.grid.origin[1]
         boxes = torch.stack([x, y, z, *(size.exp() for size in sizes), torch.atan2(sin, cos), vx, vy], 2)
-        limits = boxes.new_tensor(self.centre_range)
-        keep = (scores > self.score_threshold) & ((boxes[..., :3] >= limits[:3]) & (boxes[..., :3] <= limits[3:])).all(
-            2
-        )
+        centre, limits = boxes[..., :3], boxes.new_tensor(self.centre_range)
+        inside = ((centre >= limits[:3]) & (centre <= limits[3:])).all(2)
+        keep = inside & (scores > self.score_threshold)
         batch = zip(*(part.cpu().numpy() for part in (boxes, scores, label, cell, keep)), strict=True)
         return [Candidates(*(part[one[-1]] for part in one[:-1])) for one in batch]
 
