@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
+from extractors.bev_render import gl_works
 from pipelines.errors import JobError
 from pipelines.make_data import lidar
 from pipelines.make_data.nuscenes import SCENES, make
@@ -344,6 +345,24 @@ def test_pictures_are_of_the_stated_size_and_show_things_by_daylight(devkit, own
                 assert cv2.dilate(edges.astype(np.uint8), np.ones((3, 3)))[rim > 0].mean() > 1.5 * edges.mean()
 
 
+@pytest.mark.blender
+def test_without_gl_the_pictures_are_the_same_but_for_edges():
+    if not gl_works():
+        pytest.skip("GL does not work here")
+    drive = make_drive(SEED, 1, 0.0, SIZE)
+    front = drive.sensors[1]
+    assert front.channel == "CAM_FRONT"
+    mesh = Mesh.join([drive.street.mesh, *[Mesh.of(t.solids).moved(t.pose(0.0)) for t in drive.things]])
+    images = []
+    with StreetCamera() as camera:
+        for engine in ("BLENDER_WORKBENCH", "CYCLES"):
+            camera.engine = engine
+            images.append(camera.draw(mesh, drive.ego_in_street(0.0) @ front.to_ego, front.intrinsic, SIZE).astype(int))
+    gap = np.abs(images[0] - images[1]).max(axis=-1)
+    assert (gap > 8).mean() < 0.03
+    assert np.median(gap) <= 1
+
+
 def test_rays_end_where_the_first_solid_begins():
     """Against a definition by brute force: along each ray nothing is met before, and the end is on a surface."""
     drive = make_drive(1, 1, 0.0, (160, 90))
@@ -578,16 +597,16 @@ def test_a_pose_turns_counter_clockwise_and_moves():
 
 @pytest.mark.slow
 @pytest.mark.blender
-def test_the_default_has_every_class_in_both_splits(tmp_path):
+def test_the_default_has_every_class_and_both_splits(tmp_path):
     summary = make(tmp_path)
     devkit = nuscenes.NuScenes("v1.0-mini", str(tmp_path), verbose=False)
     assert [s["name"] for s in devkit.scene] == ["scene-0061", "scene-0103"]
     assert summary["images"] == 48
     assert summary["train questions"] == summary["val questions"] == 56
+    met = [a for a in devkit.sample_annotation if a["num_lidar_pts"]]
+    assert {k.kind for a in met if (k := node(a["category_name"], "", np.zeros(3)))} == CLASSES
     for sample in devkit.sample:
-        found = [devkit.get("sample_annotation", token) for token in sample["anns"]]
-        kinds = {k.kind for a in found if a["num_lidar_pts"] and (k := node(a["category_name"], "", np.zeros(3)))}
-        assert kinds == CLASSES
+        assert len(sample["anns"]) > 40
         image = cv2.imread(devkit.get_sample_data_path(sample["data"]["CAM_FRONT"]))
         assert image.shape == (900, 1600, 3)
     assert {a["visibility_token"] for a in devkit.sample_annotation} == {"1", "2", "3", "4"}
