@@ -265,3 +265,18 @@ def test_picking_by_score_keeps_the_detectors_order_of_equals() -> None:
     found = Detections(np.zeros((4, 9), np.float32), np.array([0.5, 0.9, 0.5, 0.5], np.float32), np.array([0, 1, 2, 3]))
     assert found.pick("score", 3).labels.tolist() == [1, 0, 2]
     assert found.pick("detector", 3).labels.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("voxel", [0.075, 0.1])
+def test_a_point_lights_the_row_of_its_y_and_the_column_of_its_x(voxel: float) -> None:
+    extractor = detector(voxel=voxel, pad_empty=False)
+    point = np.array([[20.0, -8.0, 0.0, 100.0, 3.0]], np.float32)
+    scan = extractor.prepare("frame", lidar(point))
+    encoder = extractor.build().pts_middle_encoder
+    with torch.inference_mode():
+        bev, _ = encoder(sparse_batch([(scan.coords, scan.mean)], extractor.voxels, "cpu"))
+    assert bev.shape[2:] == (extractor.grid.height, extractor.grid.width)
+    rows, columns = bev[0].abs().sum(0).nonzero(as_tuple=True)
+    x, y = ((cells + 0.5) * extractor.grid.cell + extractor.grid.origin[0] for cells in (columns, rows))
+    assert abs(x - 20).max() < 2 * extractor.grid.cell
+    assert abs(y + 8).max() < 2 * extractor.grid.cell
