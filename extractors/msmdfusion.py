@@ -21,6 +21,7 @@ from storage.schema import Column
 if TYPE_CHECKING:
     from torch import nn
 
+    from extractors.msmdfusion_network import MSMDFusionNetwork
     from extractors.transfusion_head import TransFusionHead
 
 
@@ -121,16 +122,20 @@ class MSMDFusion(_MSMDFusion, BevDetector):
         rows = [rng.uniform(size=(1, channels)).astype(np.float32) for channels in (16, 32, 64, 128)]
         return tuple(rows if self.embedding == "seeded" else [np.full_like(row, 0.5) for row in rows])
 
-    def network(self, device: str) -> tuple[Callable[[Sequence[Frame]], Any], TransFusionHead]:
-        import torch
-
+    def build(self) -> MSMDFusionNetwork:
+        """The network with its weights, ready for inference on the CPU."""
         from extractors.batchnorm import fold
         from extractors.msmdfusion_network import MSMDFusionNetwork
 
         network = MSMDFusionNetwork(self.pairing).eval().requires_grad_(False)
         self.fill(network)
         fold(network)
-        network.to(device)
+        return network
+
+    def network(self, device: str) -> tuple[Callable[[Sequence[Frame]], Any], TransFusionHead]:
+        import torch
+
+        network = self.build().to(device)
 
         def body(batch: Sequence[Frame]) -> Any:
             return torch.cat([network(frame) for frame in batch])

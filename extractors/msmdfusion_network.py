@@ -56,24 +56,27 @@ class MSMDFusionNetwork(nn.Module):
     def forward(self, frame: Frame) -> Tensor:
         """The map of one frame: (1, 512, 180, 180), cells of 0.6 m from (-54, -54)."""
         device = next(self.parameters()).device
-        maps = self.paint_maps(frame, device)
+        pyramid = self.img_neck(self.img_backbone(normalised(frame.images, device)))
         points = voxel_tensor(frame.points, VOXEL, self.pts_middle_encoder.shape, device)
-        x_lidar, stages = self.pts_middle_encoder(points)
+        return self.fuse(frame, pyramid, *self.pts_middle_encoder(points))
+
+    def fuse(self, frame: Frame, pyramid: Sequence[Tensor], x_lidar: Tensor, stages: Sequence[SparseTensor]) -> Tensor:
+        """The map, from what the image branch and the LiDAR branch give."""
+        maps = self.paint_maps(pyramid, frame.depth)
         image = [
             self.image_voxels(frame, features, 2**number, stages[number].shape)
             for number, features in enumerate((maps[0], *maps))
         ]
-        embeddings = [torch.from_numpy(row).to(device) for row in frame.embeddings]
+        embeddings = [torch.from_numpy(row).to(x_lidar.device) for row in frame.embeddings]
         x_multimodal = self.multimodal_middle_encoder(stages[:4], image, embeddings, self.pairing)
         bev: Tensor = self.pts_neck(self.pts_backbone(self.bev_fusion(torch.cat([x_lidar, x_multimodal], 1))))
         return bev
 
-    def paint_maps(self, frame: Frame, device: torch.device) -> list[Tensor]:
-        """Image features with the sparse depth mixed in: (6, 49, h, w) at strides 4, 8 and 16."""
-        pyramid = self.img_neck(self.img_backbone(normalised(frame.images, device)))
-        depth = torch.from_numpy(frame.depth).to(device)[:, None]
+    def paint_maps(self, pyramid: Sequence[Tensor], depth: np.ndarray) -> list[Tensor]:
+        """Image features with the sparse depth (6, 448, 800) mixed in: (6, 49, h, w) at strides 4, 8 and 16."""
+        canvas = torch.from_numpy(depth).to(pyramid[0].device)[:, None]
         return [
-            block(torch.cat([level, F.interpolate(depth, size=level.shape[2:], mode="bilinear")], 1))
+            block(torch.cat([level, F.interpolate(canvas, size=level.shape[2:], mode="bilinear")], 1))
             for block, level in zip(self.conv1x1_blocks, pyramid, strict=False)
         ]
 

@@ -152,7 +152,10 @@ class VirtualPoints(Extractor):
         parts = []
         for camera, view in enumerate(named_views(cameras, CAMERAS, key)):
             if view.name not in masks.files:
-                raise MissingFile(f"{key}: no masks of {view.name}; where nothing was found a file says so, with n = 0")
+                raise MissingFile(
+                    f"{key}: no masks of {view.name}; source.masks is their folder, and an image in which nothing was "
+                    f"found has a file with n = 0"
+                )
             instances = [one for one in read_masks(masks.files[view.name], IMAGE_SIZE) if one.score >= self.min_score]
             echoes = lidar.key.points[:, :3]
             parts.append((camera, 0, make_points(echoes, lidar_to_image(view), instances, order, self.per_mask, rng)))
