@@ -323,6 +323,11 @@ def _read_torch(path: Path) -> Any:
                     f"{path}: holds {name}, a Python object whose unpickling could run code, so nothing was "
                     f"unpickled. Where you trust the file, save its tensors alone: torch.save(model.state_dict(), ...)"
                 ) from error
+            if path.suffix in (".pkl", ".pickle"):
+                raise WeightsError(
+                    f"{path}: a plain pickle (detectron2 keeps numpy arrays so), which is not read. Where you trust the "
+                    f"file, save its arrays with torch.save as tensors by name"
+                ) from error
             reason = (str(error).strip() or type(error).__name__).partition(". ")[0]
             raise WeightsError(
                 f"{path}: no checkpoint that can be read without running code from it, or a damaged one ({reason}); "

@@ -3,6 +3,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -87,6 +88,13 @@ def test_files_without_a_state_dict_are_refused(tmp_path: Path, content: Any) ->
     torch.save(content, tmp_path / "other.pth")
     with pytest.raises(WeightsError, match=r"other\.pth: .*state_dict"):
         read_state(tmp_path / "other.pth")
+
+
+def test_a_pickle_of_arrays_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "R-50.pkl"
+    path.write_bytes(pickle.dumps({"model": {"stem.conv1.weight": np.zeros((2, 3))}, "__author__": "detectron2"}))
+    with pytest.raises(WeightsError, match=r"R-50\.pkl: a plain pickle .*torch\.save"):
+        read_state(path)
 
 
 def test_every_key_that_does_not_fit_is_listed() -> None:
