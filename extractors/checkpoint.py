@@ -325,7 +325,7 @@ def _read_torch(path: Path) -> Any:
                 ) from error
             if path.suffix in (".pkl", ".pickle"):
                 raise WeightsError(
-                    f"{path}: a plain pickle (detectron2 keeps numpy arrays so), which is not read. Where you trust the "
+                    f"{path}: a plain pickle (as detectron2 keeps arrays), which is not read. Where you trust the "
                     f"file, save its arrays with torch.save as tensors by name"
                 ) from error
             reason = (str(error).strip() or type(error).__name__).partition(". ")[0]
