@@ -60,12 +60,12 @@ def voxelize(
     points = np.asarray(points, np.float32)
     if points.ndim != 2 or points.shape[1] < 3:
         raise InvalidValues(f"points have shape {points.shape}, expected (n, 3 or more columns: x, y, z first)")
-    low, size = np.array(point_range[:3], np.float32), np.array(voxel_size, np.float32)
-    index, places = _inside(points, size, low, grid_shape(voxel_size, point_range))
+    shape = grid_shape(voxel_size, point_range)
+    index, cell = _inside(points, np.array(voxel_size, np.float32), np.array(point_range[:3], np.float32), shape)
 
-    first = _first_of_equal(_flat(places, grid_shape(voxel_size, point_range)))
+    first = _first_of_equal(cell)
     opens = first == np.arange(len(first), dtype=np.int32)
-    voxel = (np.cumsum(opens, dtype=np.int32) - 1)[first]
+    voxel = (np.cumsum(opens) - 1)[first]
     opener = np.flatnonzero(opens)
     if len(opener) > max_voxels:
         if overflow == "stop":
@@ -83,33 +83,33 @@ def voxelize(
         total = np.bincount(voxel, points[:, column][index], len(opener))
         np.divide(total, counts, out=mean[:, column], casting="same_kind")
     coords = np.empty((len(opener), 3), np.int32)
-    for axis, place in enumerate(places):
-        coords[:, axis] = place[opener]
+    rest = cell[opener]
+    for axis in (2, 1):
+        line = rest // shape[axis]
+        coords[:, axis] = rest - line * shape[axis]
+        rest = line
+    coords[:, 0] = rest
     return Voxels(coords, mean, counts.astype(np.int32))
 
 
 def _inside(
     points: np.ndarray, size: np.ndarray, low: np.ndarray, shape: tuple[int, int, int]
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Which points lie in the grid, and their (int64) cells along z, y, x."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which points lie in the grid, and the flat index (int64) of each one's cell."""
+    inside = np.ones(len(points), bool)
+    places = []
     with np.errstate(invalid="ignore", over="ignore"):
-        inside = np.ones(len(points), bool)
         if not np.isfinite(points.sum()):
             inside &= np.isfinite(points).all(1)
-        places = []
-        for axis, cells in zip((2, 1, 0), shape, strict=True):
+        for axis, end in zip((2, 1, 0), shape, strict=True):
             place = points[:, axis] - low[axis]
             place /= size[axis]
             inside &= place >= 0
-            inside &= place < cells
+            inside &= place < end
             places.append(place)
     index = np.flatnonzero(inside)
-    return index, [place[index].astype(np.int64) for place in places]
-
-
-def _flat(places: list[np.ndarray], shape: tuple[int, int, int]) -> np.ndarray:
-    z, y, x = places
-    return (z * shape[1] + y) * shape[2] + x
+    z, y, x = (place[index].astype(np.int64) for place in places)
+    return index, (z * shape[1] + y) * shape[2] + x
 
 
 def _first_of_equal(values: np.ndarray) -> np.ndarray:
@@ -118,16 +118,21 @@ def _first_of_equal(values: np.ndarray) -> np.ndarray:
     All entries with one value meet in one slot of a table, where the first of them is written last. Of different values
     that meet in a slot, one gets its answer and the others go on to another table.
     """
-    bits = max(10, 2 + len(values).bit_length())
+    bits = max(10, 1 + len(values).bit_length())
     table = np.empty(1 << bits, np.int32)  # no slot is read before it is written
-    first = np.empty(len(values), np.int32)
     waiting, keys, factor = np.arange(len(values), dtype=np.int32), values.view(np.uint64), 0x9E3779B97F4A7C15
+    first = waiting
     while len(waiting):
-        slot = ((keys * np.uint64(factor)) >> np.uint64(64 - bits)).view(np.int64)
+        slot = keys * np.uint64(factor)
+        slot >>= np.uint64(64 - bits)
+        slot = slot.view(np.int64)
         table[slot[::-1]] = waiting[::-1]
         found = table[slot]
-        first[waiting] = found
         lost = values[found] != keys.view(np.int64)
+        if len(waiting) == len(values):
+            first = found
+        else:
+            first[waiting] = found
         waiting, keys = waiting[lost], keys[lost]
         factor = (factor * 6364136223846793005 + 2) % 2**64  # odd stays odd
     return first
@@ -135,10 +140,13 @@ def _first_of_equal(values: np.ndarray) -> np.ndarray:
 
 def _first_in_voxel(voxel: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
     """Which points are among the first `limit` of their voxel."""
-    keep = np.ones(len(voxel), bool)
-    crowded = np.flatnonzero((counts > limit)[voxel])
-    order = crowded[np.argsort(voxel[crowded], kind="stable")]
-    sizes = counts[counts > limit]
+    crowded = counts > limit
+    index = np.flatnonzero(crowded[voxel])
+    number = np.cumsum(crowded) - 1
+    number = number.astype(np.min_scalar_type(number[-1]))  # sorting 16 bits is faster by far
+    order = index[np.argsort(number[voxel[index]], kind="stable")]
+    sizes = counts[crowded]
     starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    keep = np.ones(len(voxel), bool)
     keep[order[np.arange(len(order)) - starts >= limit]] = False
     return keep
