@@ -1,4 +1,4 @@
-"""A short drive in nuScenes' official layout: tables, map, LiDAR sweeps, camera images; questions of NuScenes-QA."""
+"""A short drive in nuScenes' official layout: tables, map, LiDAR sweeps, camera images; masks and questions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from extractors.geometry import transform
 from pipelines.errors import JobError
 from pipelines.make_data import lidar
 from pipelines.make_data.nuscenes_drive import BLOCK, CAMERAS, IMAGE, Drive, Sensor, ego_body, make_drive
-from pipelines.make_data.nuscenes_questions import Node, ask, node
+from pipelines.make_data.nuscenes_questions import CLASSES, Node, ask, node
 from pipelines.make_data.nuscenes_tables import Tables, visibility_token, wxyz
 from pipelines.make_data.solids import Mesh
 from pipelines.make_data.street_camera import StreetCamera, lit, shadows
@@ -33,6 +33,7 @@ _MAP_CELL = 0.1  # metres per pixel: the devkit expects that
 _KEY_US, _SWEEPS = 500_000, 10  # key frames at 2 Hz, LiDAR turns from one to the next
 _START_US, _SCENE_US = 1_533_151_603_547_590, 600_000_000
 _ANNOTATED = 75.0  # metres from the ego car
+_FEWEST_PIXELS = 12  # of an instance mask
 
 
 def make(
@@ -42,7 +43,8 @@ def make(
     """Write a synthetic drive; on one machine the same arguments give the same bytes.
 
     The first scene turns left at a crossing, the second goes straight on and is of the val split, then one turns right,
-    one waits, and so on. There are six cameras (key frames alone) and LIDAR_TOP; there is no radar.
+    one waits, and so on. There are six cameras (key frames alone) and LIDAR_TOP; there is no radar. Beside nuScenes'
+    folders are `masks` (extractors/masks.py) and `questions` (NuScenes-QA).
 
     Args:
         out: folder, made if need be; files of the same names are replaced.
@@ -233,10 +235,14 @@ class _SceneWriter:
                 time_us = self.times[frame * _SWEEPS] - sensor.early_us
                 row = self._add_data(sensor, frame, sample, time_us, True, size)
                 time_s = self._seconds(time_us)
-                mesh = Mesh.join([still, *_moving(drive.things, shapes, time_s, drive.sun)])
-                rgb = self.camera.draw(mesh, drive.ego_in_street(time_s) @ sensor.to_ego, sensor.intrinsic, size)
+                pose = drive.ego_in_street(time_s) @ sensor.to_ego
+                lit_scene = Mesh.join([still, *_moving(drive.things, shapes, time_s, drive.sun)])
+                rgb = self.camera.draw(lit_scene, pose, sensor.intrinsic, size)
                 jpeg = cv2.imencode(".jpg", rgb[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
                 _parent(self.out / row["filename"]).write_bytes(jpeg.tobytes())
+                numbered = Mesh.join([_plain(drive.street.mesh, 0), *_numbered(drive.things, shapes, time_s)])
+                number = self.camera.draw(numbered, pose, sensor.intrinsic, size, oversampling=1)[..., 0]
+                _write_masks(self.out / "masks" / f"{Path(row['filename']).stem}.npz", drive.things, number)
                 tokens.append(row["token"])
             self.tables.chain(tokens)
 
@@ -246,6 +252,31 @@ def _moving(things: Sequence[Thing], shapes: Sequence[Mesh], time_s: float, sun:
     poses = [thing.pose(time_s) for thing in things]
     dark = shadows([(s, pose) for thing, pose in zip(things, poses, strict=True) for s in thing.solids], sun)
     return [*[lit(shape.moved(pose), sun) for shape, pose in zip(shapes, poses, strict=True)], dark]
+
+
+def _numbered(things: Sequence[Thing], shapes: Sequence[Mesh], time_s: float) -> list[Mesh]:
+    """Traffic at a time, each thing in the red of its index + 1."""
+    return [_plain(s.moved(t.pose(time_s)), i) for i, (t, s) in enumerate(zip(things, shapes, strict=True), 1)]
+
+
+def _plain(mesh: Mesh, red: int) -> Mesh:
+    """The mesh in one colour."""
+    return Mesh(mesh.xyz, mesh.normal, np.tile(np.array([red, 0, 0], np.uint8), (len(mesh.xyz), 1)), mesh.faces)
+
+
+def _write_masks(path: Path, things: Sequence[Thing], number: np.ndarray) -> None:
+    """Instance masks of one image, as a segmenter would leave them (extractors/masks.py): the ten classes, score 1.
+
+    Args:
+        path: the file.
+        things: what there is.
+        number: (height, width) uint8, index + 1 of the thing that a pixel shows, 0 for none.
+    """
+    pixels = np.bincount(number.ravel(), minlength=len(things) + 1)
+    seen = [i for i, t in enumerate(things) if t.category in CLASSES and pixels[i + 1] >= _FEWEST_PIXELS]
+    names = np.array([CLASSES[things[i].category] for i in seen], "U32")
+    masks = number == np.array(seen, np.uint8).reshape(-1, 1, 1) + 1
+    np.savez_compressed(_parent(path), names=names, scores=np.ones(len(seen), np.float32), masks=masks)
 
 
 def _write_map(out: Path, tables: Tables, drives: Sequence[Drive]) -> None:

@@ -22,7 +22,6 @@ from pipelines.make_data.solids import Mesh, Solid
 from pipelines.make_data.streets import ASPHALT
 
 BLENDER = "4.5"
-_OVERSAMPLING = 1.5  # pixels drawn per pixel and axis
 _SENSOR_MM = 36.0
 _AMBIENT = 0.55  # brightness of a face that the sun does not reach
 _SHADOW_Z = 0.026  # metres, above the paint
@@ -45,8 +44,9 @@ class StreetCamera:
         self._blender.close()
 
     def draw(
-        self, mesh: Mesh, camera_to_street: np.ndarray, intrinsic: np.ndarray, size: tuple[int, int]
-    ) -> np.ndarray:
+        self, mesh: Mesh, camera_to_street: np.ndarray, intrinsic: np.ndarray, size: tuple[int, int],
+        oversampling: float = 1.5,
+    ) -> np.ndarray:  # fmt: skip
         """What a pinhole camera sees.
 
         Args:
@@ -54,11 +54,12 @@ class StreetCamera:
             camera_to_street: (4, 4); the camera looks along +z, x right, y down.
             intrinsic: (3, 3) pixels; pixel 0 spans 0 to 1.
             size: (width, height), pixels.
+            oversampling: pixels drawn per pixel and axis; 1 keeps the mesh's colours unmixed.
 
         Returns:
             (height, width, 3) uint8 RGB.
         """
-        width, height = (math.ceil(side * _OVERSAMPLING) for side in size)
+        width, height = (math.ceil(side * oversampling) for side in size)
         to_camera = np.linalg.inv(camera_to_street)
         scaled = intrinsic * np.array([[width / size[0]], [height / size[1]], [1]])
         fx, fy, cx, cy = scaled[0, 0], scaled[1, 1], scaled[0, 2], scaled[1, 2]

@@ -4,16 +4,19 @@ import hashlib
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 
 from extractors.bev_render import gl_works
+from extractors.masks import read_masks
 from pipelines.errors import JobError
 from pipelines.make_data import lidar
 from pipelines.make_data.nuscenes import SCENES, make
 from pipelines.make_data.nuscenes_drive import CAMERAS, ego_body, make_drive
+from pipelines.make_data.nuscenes_questions import CLASSES as CATEGORIES
 from pipelines.make_data.nuscenes_questions import ME, RELATIONS, STATUS, Node, ask, node, relation
 from pipelines.make_data.nuscenes_tables import TABLES
 from pipelines.make_data.road_users import SHAPES
@@ -326,6 +329,30 @@ def test_points_fall_on_the_pixels_of_what_they_have_met(devkit, owners):
 
 
 @pytest.mark.blender
+def test_masks_are_the_pixels_that_show_a_thing_of_a_class(made, devkit, owners):
+    drive, shown = owners
+    classed = [i for i, thing in enumerate(drive.things) if thing.category in CATEGORIES]
+    matched = 0
+    for frame, sample in enumerate(devkit.sample):
+        for channel in CAMERAS:
+            name = Path(devkit.get("sample_data", sample["data"][channel])["filename"]).stem
+            found = read_masks(made[0] / "masks" / f"{name}.npz", SIZE)
+            covered = np.zeros(SIZE[::-1], int)
+            for one in found:
+                here = shown[frame, channel][one.mask]
+                covered += one.mask
+                if (here >= 0).sum() > 20:  # else there are rims alone, where colours mix
+                    index = np.bincount(here[here >= 0]).argmax()
+                    assert (here[here >= 0] == index).mean() > 0.9
+                    assert CATEGORIES[drive.things[index].category] == one.name.replace("_", " ")
+                    matched += 1
+            assert covered.max() <= 1
+            large = [i for i in classed if (shown[frame, channel] == i).sum() > 40]
+            assert not large or covered[np.isin(shown[frame, channel], large)].mean() > 0.99
+    assert matched > 30
+
+
+@pytest.mark.blender
 def test_pictures_are_of_the_stated_size_and_show_things_by_daylight(devkit, owners):
     _, shown = owners
     for frame, sample in enumerate(devkit.sample):
@@ -562,7 +589,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
         make(tmp_path / name, seed=seed, scenes=1, key_frames=1, image_scale=0.1)
     one, again, other = (digest(tmp_path / name) for name in "abc")
     assert one == again
-    assert {n.split("/")[0] for n in one} == {"v1.0-mini", "maps", "samples", "questions"}
+    assert {n.split("/")[0] for n in one} == {"v1.0-mini", "maps", "masks", "samples", "questions"}
     assert not {d for n, d in one.items() if n.startswith("samples")} & set(other.values())
     assert one["v1.0-mini/sample_annotation.json"] != other["v1.0-mini/sample_annotation.json"]
 
