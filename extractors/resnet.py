@@ -55,9 +55,9 @@ class Bottleneck(nn.Module):
             self.downsample = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), norm(4 * width))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = F.relu(self.bn2(self.conv2(y)))
-        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = F.relu(self.bn2(self.conv2(y)), inplace=True)
+        return F.relu(self.bn3(self.conv3(y)) + self.downsample(x), inplace=True)
 
 
 class ResNet(nn.Module):
@@ -93,7 +93,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """(image, 3, height, width) -> `c2` to `c5`, (image, channels, height / stride, width / stride)."""
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, 2, 1)
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(x)), inplace=True), 3, 2, 1)
         levels = {}
         for stage in range(1, 5):
             x = levels[f"c{stage + 1}"] = getattr(self, f"layer{stage}")(x)
