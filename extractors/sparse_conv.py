@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag
 
+from extractors import spconv_backend
 from extractors.errors import WeightsError
 
 Triple = tuple[int, int, int]
@@ -48,7 +49,7 @@ class SparseTensor:
     coords: Tensor
     shape: Triple
     batch_size: int = 1
-    maps: dict[Any, IndexMap] = field(default_factory=dict, repr=False, compare=False)
+    maps: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def replace(self, features: Tensor) -> SparseTensor:
         """Other features at the same sites."""
@@ -86,7 +87,7 @@ class IndexMap:
     bounds: list[list[int]]
     order: Tensor
     starts: Tensor
-    maps: dict[Any, IndexMap]
+    maps: dict[Any, Any]
 
 
 class _SparseConv(nn.Module):
@@ -113,6 +114,8 @@ class SubMConv3d(_SparseConv):
             raise ValueError(f"kernel {self.kernel} of a submanifold convolution has to be odd")
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        if spconv_backend.usable(x.features):
+            return spconv_backend.convolve(self, x)
         key = ("submanifold", self.kernel)
         if key not in x.maps:
             x.maps[key] = _submanifold_map(x, self.kernel)
@@ -134,6 +137,8 @@ class SparseConv3d(_SparseConv):
         self.stride, self.padding = _triple(stride), _triple(padding)
 
     def forward(self, x: SparseTensor) -> SparseTensor:
+        if spconv_backend.usable(x.features):
+            return spconv_backend.convolve(self, x)
         key = ("strided", self.kernel, self.stride, self.padding)
         if key not in x.maps:
             x.maps[key] = _strided_map(x, self.kernel, self.stride, self.padding)
@@ -281,7 +286,7 @@ def _index_map(
     volume: int,
     coords: Tensor,
     shape: Triple,
-    maps: dict[Any, IndexMap],
+    maps: dict[Any, Any],
 ) -> IndexMap:
     """From pairs in any order."""
     rows = len(coords)
