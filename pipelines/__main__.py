@@ -60,11 +60,15 @@ def plan(
     stage: Only = None,
     item: Items = None,
     list_items: Annotated[bool, typer.Option("--list", help="List every item, not only counts.")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="List instead the files that are not there.")] = False,
     as_json: Json = False,
 ) -> None:
     """Say what a run would compute or reuse, and why."""
     from pipelines import cli_jobs
 
+    if missing:
+        cli_jobs.show_missing(job, overrides, stage, item, as_json)
+        return
     ready = cli_jobs.prepare(job, overrides, store, retry_failed, force, stage, item)
     cli_jobs.show_plan(ready, as_json=as_json, every=list_items)
 

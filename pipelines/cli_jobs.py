@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import JobError
-from pipelines.inputs import NOTHING, Digests, Progress, digest_inputs
+from pipelines.inputs import NOTHING, Digests, Progress, digest_inputs, missing_files
 from pipelines.job_spec import JobSpec, read_job, unknown
 from pipelines.plan import Options, Plan, plan
 from pipelines.plan_view import as_table, console, items_table, to_json
@@ -79,10 +79,29 @@ def digests_of(job: Job) -> Digests:
     """Digests of the inputs that the job's stages take from its source, with progress on a terminal."""
     if job.source is None:
         return NOTHING
-    stages = {stage.name for stage in job.stages}
-    kinds = [kind for stage in job.stages for kind in stage.of if kind not in stages]
     with _reading() as progress:
-        return digest_inputs(job.source, kinds, progress=progress)
+        return digest_inputs(job.source, _kinds(job), progress=progress)
+
+
+def show_missing(
+    name: str, overrides: Sequence[str] | None, stages: Sequence[str] | None, items: Sequence[str] | None, as_json: bool
+) -> None:
+    """Print the files that a job's items need and the disk lacks, by item."""
+    job = find_job(name).override(overrides or ()).only(stages or ()).build()
+    found = missing_files(job.source, _kinds(job), items or None) if job.source else {}
+    if as_json:
+        print(json.dumps({key: list(map(str, paths)) for key, paths in found.items()}, ensure_ascii=False))
+        return
+    for key, paths in found.items():
+        for path in paths:
+            print(f"{key}: {path}")
+    print(f"{sum(map(len, found.values())):,} missing files of {len(found):,} items", file=sys.stderr)
+
+
+def _kinds(job: Job) -> list[str]:
+    """The kinds of input that the job's stages take from its source."""
+    stages = {stage.name for stage in job.stages}
+    return [kind for stage in job.stages for kind in stage.of if kind not in stages]
 
 
 def show_plan(ready: Ready, as_json: bool = False, every: bool = False) -> None:

@@ -85,6 +85,25 @@ def digest_inputs(
     return Digests(pa.array(keys, pa.string()), columns)
 
 
+def missing_files(source: Source, kinds: Iterable[str], keys: Iterable[str] | None = None) -> dict[str, list[Path]]:
+    """Files that items need and the disk lacks: key -> files in the source's order; items that lack none are left out.
+
+    Args:
+        source: the dataset.
+        kinds: which of its kinds are wanted.
+        keys: which items; all by default.
+    """
+    kinds = [kind for kind in dict.fromkeys(kinds) if kind in source.kinds]
+    wanted = {
+        key: list(dict.fromkeys(path for kind in kinds for path in source.files(key, kind)))
+        for key in (source.keys() if keys is None else keys)
+    }
+    with ThreadPoolExecutor(min(16, 2 * (os.cpu_count() or 1))) as pool:
+        stats = _stat_all(list({os.path.abspath(path) for paths in wanted.values() for path in paths}), pool)
+    lacking = {key: [p for p in paths if stats[os.path.abspath(p)] == _MISSING] for key, paths in wanted.items()}
+    return {key: paths for key, paths in lacking.items() if paths}
+
+
 def default_cache() -> Path:
     """`$XDG_CACHE_HOME/scenecache/files.sqlite`, or the same under `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scenecache" / "files.sqlite"
@@ -184,7 +203,7 @@ class _Stat(NamedTuple):
     inode: int
 
 
-_FOLDER = "folder"
+_FOLDER, _MISSING = "folder", "missing"
 
 
 def _stat_all(paths: Sequence[str], pool: ThreadPoolExecutor) -> dict[str, _Stat | str]:
@@ -198,7 +217,7 @@ def _stat(path: str) -> _Stat | str:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return "missing"
+        return _MISSING
     except OSError as error:
         return f"unreadable: {error.strerror}"
     if stat.S_ISDIR(found.st_mode):

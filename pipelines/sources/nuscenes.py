@@ -122,7 +122,9 @@ class NuScenes:
         match kind:
             case "lidar":
                 rows = self._index.rows("lidar", key, 1 + self.sweeps)
-                return _canonical(sample.text("fault"), sample.numbers("to_ego"), *map(rows.numbers, ("lag", "to_key")))
+                refused = self.missing_sweeps == "raise" and not all(p.is_file() for p in self.files(key, kind))
+                text = [*sample.text("fault"), *["raise"] * refused]
+                return _canonical(text, sample.numbers("to_ego"), *map(rows.numbers, ("lag", "to_key")))
             case "cameras":
                 rows = self._index.rows("camera", key)
                 numbers = map(rows.numbers, ("channel", "to_lidar", "intrinsic"))
@@ -149,20 +151,9 @@ class NuScenes:
                 if not self._index.annotated:
                     raise MissingFile(f"{self._place}: {self.dialect} have no annotations (the test split has none)")
                 if self._index.box_fault:
-                    raise UnsupportedFile(self._index.box_fault)
+                    raise UnsupportedFile(f"sample {key}: {self._place}: {self._index.box_fault}")
                 return self._annotations(key)
         raise ValueError(f"source nuscenes has no {kind!r}; it offers {', '.join(self.kinds)}")
-
-    def missing_files(
-        self, keys: Iterable[str] | None = None, kinds: Iterable[str] = ("lidar", "cameras")
-    ) -> dict[str, list[Path]]:
-        """Sample token -> files that it needs and the disk lacks; samples that lack nothing are left out."""
-        kinds = tuple(kinds)
-        found = {
-            key: [path for kind in kinds for path in self.files(key, kind) if not path.is_file()]
-            for key in (self.keys() if keys is None else keys)
-        }
-        return {key: paths for key, paths in found.items() if paths}
 
     def _lidar(self, key: str) -> LidarSweeps:
         rows = self._index.rows("lidar", key, 1 + self.sweeps)

@@ -56,7 +56,7 @@ def build(path: Path) -> dict[str, pa.Table]:
             f"{path}: no info file of nuScenes: sample {len(rows.tokens)} in order of tokens: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return rows.tables(dialect, annotated, path)
+    return rows.tables(dialect, annotated)
 
 
 class _Rows:
@@ -130,7 +130,7 @@ class _Rows:
             [one.get("num_radar_pts", 0) for one in objects],
         )
 
-    def tables(self, dialect: str, annotated: bool, path: Path) -> dict[str, pa.Table]:
+    def tables(self, dialect: str, annotated: bool) -> dict[str, pa.Table]:
         """The tables of the index, boxes brought to one convention."""
         boxes = np.concatenate(self.object["box"]) if self.object["box"] else np.empty((0, 7))
         names = [name for part in self.object["category"] for name in part]
@@ -140,7 +140,7 @@ class _Rows:
             boxes = convert(boxes, convention, CONVENTIONS[0])
             dialect = f"{dialect}, boxes as in {convention}"
         elif len(boxes):
-            fault = f"{path}: neither sizes nor yaws tell which box convention it has; use the official tables"
+            fault = "neither sizes nor yaws tell which box convention it has; use the official tables"
         boxes[:, 6] = wrap(np.round(boxes[:, 6], 9))  # as in an index from tables
         categories = sorted({*names, ""})
         code = {name: i for i, name in enumerate(categories)}

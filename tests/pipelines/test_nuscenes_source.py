@@ -17,7 +17,7 @@ import pytest
 from extractors.boxes3d import CLASSES
 from extractors.errors import EmptyInput, ExtractError, InvalidValues, MissingFile, TruncatedFile, UnsupportedFile
 from extractors.sweeps import aggregate
-from pipelines.inputs import StatCache, digest_inputs
+from pipelines.inputs import StatCache, digest_inputs, missing_files
 from pipelines.job_spec import JobSpec
 from pipelines.sources import nuscenes_tables
 from pipelines.sources.nuscenes import NuScenes
@@ -25,6 +25,7 @@ from pipelines.sources.nuscenes_index import CAMERAS, Index, open_index
 from pipelines.sources.nuscenes_splits import SPLITS, scenes_of
 from pipelines.sources.points import read_lidar
 from tests.pipelines import small_nuscenes
+from tests.pipelines.front_door import FrontDoor
 from tests.pipelines.small_nuscenes import read_table, token, write_pickle, write_table
 
 VERSION = "v1.0-mini"
@@ -288,7 +289,9 @@ def test_boxes_whose_convention_nothing_tells_are_refused(own_drive: Path, infos
         info["gt_names"] = np.full(len(info["gt_boxes"]), "pedestrian")
         info["gt_boxes"][:, 6] = 0.1
     write_pickle(own_drive / "vague.pkl", data)
-    with pytest.raises(UnsupportedFile, match="neither sizes nor yaws tell which box convention"):
+    with pytest.raises(
+        UnsupportedFile, match=f"sample {KEY}: .*vague.pkl: neither sizes nor yaws tell which box convention"
+    ):
         NuScenes(own_drive, "vague.pkl").open(KEY, "annotations")
     for info in data["infos"]:
         info["gt_boxes"][:, 6] = -4.0
@@ -343,7 +346,7 @@ def test_the_real_key_frame_opens(data_dir: Path) -> None:
     (key,) = source.keys()
     assert key == "ca9a282c9e77460f8360f564131a8af5"
     assert source.dialect == "mmdetection3d infos 1.1, boxes as in mmdet3d-1.0"
-    assert source.missing_files() == {}
+    assert missing_files(source, source.kinds) == {}
     lidar, cameras, found = (source.open(key, kind) for kind in ("lidar", "cameras", "annotations"))
     assert lidar.key.points.shape == (34688, 5)
     assert lidar.before == ()
@@ -378,8 +381,23 @@ def test_missing_images_are_named_with_sample_and_camera(own_drive: Path) -> Non
     paths[3].unlink()
     with pytest.raises(MissingFile, match=f"sample {KEY}: .*CAM_FRONT_RIGHT: {paths[1]}; CAM_BACK: {paths[3]}"):
         source.open(KEY, "cameras")
-    assert source.missing_files() == {KEY: [paths[1], paths[3]]}
-    assert source.missing_files([KEY], ["lidar"]) == {}
+    assert missing_files(source, source.kinds) == {KEY: [paths[1], paths[3]]}
+    assert missing_files(source, ["lidar"], [KEY]) == {}
+
+
+def test_a_plan_lists_missing_files_of_the_kinds_that_the_job_takes(
+    own_drive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = FrontDoor(tmp_path, monkeypatch)
+    job = front.job({"type": "nuscenes", "root": str(own_drive)}, {"centerpoint": {"weights": "untrained:0"}})
+    assert front.json("plan", job, "--missing") == {}
+    source = NuScenes(own_drive)
+    sweep, image = source.files(KEY, "lidar")[3], source.files(KEY, "cameras")[0]
+    sweep.unlink()
+    image.unlink()
+    assert front.json("plan", job, "--missing") == {KEY: [str(sweep)]}
+    code, out, err = front("plan", job, "--missing", "--item", KEY)
+    assert (code, out, err) == (0, f"{KEY}: {sweep}\n", "1 missing files of 1 items\n")
 
 
 def test_missing_sweeps_are_skipped_and_counted_or_refused(own_drive: Path) -> None:
@@ -394,6 +412,9 @@ def test_missing_sweeps_are_skipped_and_counted_or_refused(own_drive: Path) -> N
     with pytest.raises(MissingFile, match=f"sample {KEY}: LIDAR_TOP: 2 of 10 sweeps are not there, such as {paths[2]}"):
         strict.open(KEY, "lidar")
     assert strict.open(token("sample", "scene-0103", 1), "lidar").missing == 0
+    whole, torn = token("sample", "scene-0103", 1), KEY
+    assert strict.facts(whole, "lidar") == source.facts(whole, "lidar")
+    assert strict.facts(torn, "lidar") != source.facts(torn, "lidar"), "once refused, it runs when the setting changes"
 
 
 @pytest.mark.parametrize("sweeps", [0, 3, 10])
