@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,16 @@ def make(
     return dict(summary)
 
 
+@dataclass(frozen=True, eq=False)
+class _Shot:
+    """An image to be drawn."""
+
+    sensor: Sensor
+    time_s: float
+    filename: str
+    size: tuple[int, int]
+
+
 class _SceneWriter:
     """Writes one scene's files and adds its records to the tables."""
 
@@ -102,6 +114,16 @@ class _SceneWriter:
     def write(self, key_frames: int, size: tuple[int, int], summary: Counter[str]) -> list[dict[str, Any]]:
         """Write LiDAR and images, add records and counts; give the questions."""
         samples = self._add_scene(key_frames)
+        with ThreadPoolExecutor(1) as pool:  # Blender draws while the LiDAR turns
+            drawing = pool.submit(self._draw, self._add_images(samples, size))
+            questions = self._sweep(samples, summary)
+            drawing.result()
+        summary["key frames"] += key_frames
+        summary["images"] += key_frames * (len(self.drive.sensors) - 1)
+        return questions
+
+    def _sweep(self, samples: Sequence[str], summary: Counter[str]) -> list[dict[str, Any]]:
+        """Write the LiDAR's sweeps, add annotations; give the questions."""
         tokens, key_sweeps = [], []
         for turn, time_us in enumerate(self.times):
             frame, key = -(-turn // _SWEEPS), turn % _SWEEPS == 0  # a sweep is of the key frame that follows
@@ -124,10 +146,7 @@ class _SceneWriter:
             asked = ask(self.rng, nodes, asked_before)
             questions += [{**question, "sample_token": sample} for question in asked]
         self._add_instances(annotations)
-        self._photograph(samples, size)
-        summary["key frames"] += key_frames
         summary["sweeps"] += len(self.times)
-        summary["images"] += key_frames * (len(self.drive.sensors) - 1)
         summary["annotations"] += len(annotations)
         return questions
 
@@ -222,29 +241,35 @@ class _SceneWriter:
                     nbr_annotations=len(tokens), first_annotation_token=tokens[0], last_annotation_token=tokens[-1],
                 )  # fmt: skip
 
-    def _photograph(self, samples: Sequence[str], size: tuple[int, int]) -> None:
-        """Every camera's image of each key frame, taken a little before the LiDAR's time."""
+    def _add_images(self, samples: Sequence[str], size: tuple[int, int]) -> list[_Shot]:
+        """Records of every camera's image of each key frame, taken a little before the LiDAR's time."""
+        shots = []
+        for sensor in self.drive.sensors[1:]:
+            tokens = []
+            for frame, sample in enumerate(samples):
+                time_us = self.times[frame * _SWEEPS] - sensor.early_us
+                row = self._add_data(sensor, frame, sample, time_us, True, size)
+                shots.append(_Shot(sensor, self._seconds(time_us), row["filename"], size))
+                tokens.append(row["token"])
+            self.tables.chain(tokens)
+        return shots
+
+    def _draw(self, shots: Sequence[_Shot]) -> None:
+        """Write images and masks; touches no table."""
         drive = self.drive
         still = Mesh.join([
             lit(drive.street.mesh, drive.sun), shadows([(s, np.eye(4)) for s in drive.street.furniture], drive.sun)
         ])  # fmt: skip
         shapes = [Mesh.of([*thing.solids, *thing.trim]) for thing in drive.things]
-        for sensor in drive.sensors[1:]:
-            tokens = []
-            for frame, sample in enumerate(samples):
-                time_us = self.times[frame * _SWEEPS] - sensor.early_us
-                row = self._add_data(sensor, frame, sample, time_us, True, size)
-                time_s = self._seconds(time_us)
-                pose = drive.ego_in_street(time_s) @ sensor.to_ego
-                lit_scene = Mesh.join([still, *_moving(drive.things, shapes, time_s, drive.sun)])
-                rgb = self.camera.draw(lit_scene, pose, sensor.intrinsic, size)
-                jpeg = cv2.imencode(".jpg", rgb[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
-                _parent(self.out / row["filename"]).write_bytes(jpeg.tobytes())
-                numbered = Mesh.join([_plain(drive.street.mesh, 0), *_numbered(drive.things, shapes, time_s)])
-                number = self.camera.draw(numbered, pose, sensor.intrinsic, size, oversampling=1)[..., 0]
-                _write_masks(self.out / "masks" / f"{Path(row['filename']).stem}.npz", drive.things, number)
-                tokens.append(row["token"])
-            self.tables.chain(tokens)
+        for shot in shots:
+            pose, camera = drive.ego_in_street(shot.time_s) @ shot.sensor.to_ego, shot.sensor.intrinsic
+            lit_scene = Mesh.join([still, *_moving(drive.things, shapes, shot.time_s, drive.sun)])
+            rgb = self.camera.draw(lit_scene, pose, camera, shot.size)
+            jpeg = cv2.imencode(".jpg", rgb[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])[1]
+            _parent(self.out / shot.filename).write_bytes(jpeg.tobytes())
+            numbered = Mesh.join([_plain(drive.street.mesh, 0), *_numbered(drive.things, shapes, shot.time_s)])
+            number = self.camera.draw(numbered, pose, camera, shot.size, oversampling=1)[..., 0]
+            _write_masks(self.out / "masks" / f"{Path(shot.filename).stem}.npz", drive.things, number)
 
 
 def _moving(things: Sequence[Thing], shapes: Sequence[Mesh], time_s: float, sun: np.ndarray) -> list[Mesh]:
