@@ -72,20 +72,20 @@ class _Rows:
 
     def add_old(self, info: Mapping[str, Any]) -> None:
         """A sample of `infos`. Poses come from its quaternions, not from the products that the file also holds."""
-        lidar_to_ego = _chain(info, "lidar2ego")
-        world = _chain(info, "ego2global")
-        to_key = invert(compose(world, lidar_to_ego))
+        sweeps = info["sweeps"][:MAX_SWEEPS]
+        cameras = {channel: info["cams"][name] for channel, name in enumerate(CAMERAS) if info["cams"].get(name)}
+        (lidar_to_ego,) = _poses([info], "lidar2ego")
+        to_key = invert(compose(_poses([info], "ego2global")[0], lidar_to_ego))
+        shots = [*sweeps, *cameras.values()]
+        placed = compose(to_key, compose(_poses(shots, "ego2global"), _poses(shots, "sensor2ego")))
         row = self._sample(info, lidar_to_ego)
         self._scan(row, "", info["lidar_path"], 0, IDENTITY)
-        for sweep in info["sweeps"][:MAX_SWEEPS]:
-            placed = compose(to_key, compose(_chain(sweep, "ego2global"), _chain(sweep, "sensor2ego")))
+        for sweep, pose in zip(sweeps, placed, strict=False):
             lag = int(info["timestamp"]) - int(sweep["timestamp"])
-            self._scan(row, sweep["sample_data_token"], sweep["data_path"], lag, placed)
-        for channel, name in enumerate(CAMERAS):
-            if camera := info["cams"].get(name):
-                placed = compose(to_key, compose(_chain(camera, "ego2global"), _chain(camera, "sensor2ego")))
-                token = camera.get("sample_data_token", "")
-                self._image(row, token, camera["data_path"], channel, placed, camera["cam_intrinsic"])
+            self._scan(row, sweep["sample_data_token"], sweep["data_path"], lag, pose)
+        for (channel, camera), pose in zip(cameras.items(), placed[len(sweeps) :], strict=True):
+            token = camera.get("sample_data_token", "")
+            self._image(row, token, camera["data_path"], channel, pose, camera["cam_intrinsic"])
         if "gt_boxes" in info:
             count = len(info["gt_boxes"])
             self._boxes(
@@ -99,26 +99,29 @@ class _Rows:
 
     def add_new(self, sample: Mapping[str, Any], names: Sequence[str]) -> None:
         """A sample of `data_list`, whose cameras have no ego pose of their own: `lidar2cam` is what there is."""
-        lidar_to_ego = _matrix(sample["lidar_points"]["lidar2ego"])
-        to_key = invert(compose(_matrix(sample["ego2global"]), lidar_to_ego))
+        sweeps = sample.get("lidar_sweeps", [])[:MAX_SWEEPS]
+        scans = [sweep["lidar_points"] for sweep in sweeps]
+        cameras = {c: sample["images"][name] for c, name in enumerate(CAMERAS) if sample["images"].get(name)}
+        lidar_to_ego = _matrices([sample["lidar_points"]], "lidar2ego")[0]
+        to_key = invert(compose(_matrices([sample], "ego2global")[0], lidar_to_ego))
         row = self._sample(sample, lidar_to_ego)
         self._scan(row, "", sample["lidar_points"]["lidar_path"], 0, IDENTITY)
-        for sweep in sample.get("lidar_sweeps", [])[:MAX_SWEEPS]:
-            points = sweep["lidar_points"]
-            through_world = compose(to_key, compose(_matrix(sweep["ego2global"]), _matrix(points["lidar2ego"])))
-            placed = invert(_matrix(points["lidar2sensor"]))  # sharper: the file has world coordinates in float32
-            if not np.abs(placed - through_world).max() < _PLACE_ERROR:
-                placed = through_world
+        through_world = compose(to_key, compose(_matrices(sweeps, "ego2global"), _matrices(scans, "lidar2ego")))
+        placed = invert(_matrices(scans, "lidar2sensor"))  # sharper: the file has world coordinates in float32
+        agree = abs(placed - through_world).max((1, 2)) < _PLACE_ERROR
+        placed = np.where(agree[:, None, None], placed, through_world)
+        for sweep, scan, pose in zip(sweeps, scans, placed, strict=True):
             lag = round((sample["timestamp"] - sweep["timestamp"]) * 1e6)
-            self._scan(row, sweep.get("sample_data_token", ""), points["lidar_path"], lag, placed)
-        for channel, name in enumerate(CAMERAS):
-            if camera := sample["images"].get(name):
-                placed = invert(_matrix(camera["lidar2cam"]))
-                if is_rigid(placed):
-                    moved = compose(compose(lidar_to_ego, placed), invert(_matrix(camera["cam2ego"])))
-                    self._check_motion(name, moved[:, 3], sample["timestamp"] - camera["timestamp"])
-                token = camera.get("sample_data_token", "")
-                self._image(row, token, camera["img_path"], channel, placed, camera["cam2img"])
+            self._scan(row, sweep.get("sample_data_token", ""), scan["lidar_path"], lag, pose)
+        placed = invert(_matrices(list(cameras.values()), "lidar2cam"))
+        moved = compose(
+            compose(lidar_to_ego, placed), invert(_matrices(list(cameras.values()), "cam2ego"))
+        )  # of the car, from the camera's time to the LiDAR's
+        for (channel, camera), pose, motion in zip(cameras.items(), placed, moved[:, :, 3], strict=True):
+            if is_rigid(pose):
+                self._check_motion(CAMERAS[channel], motion, sample["timestamp"] - camera["timestamp"])
+            token = camera.get("sample_data_token", "")
+            self._image(row, token, camera["img_path"], channel, pose, camera["cam2img"])
         objects = sample.get("instances", [])
         labels = [int(one["bbox_label_3d"]) for one in objects]
         self._boxes(
@@ -233,12 +236,12 @@ def _relative(path: str, channel: str) -> str:
     return f"samples/{channel}/{parts[-1]}"
 
 
-def _chain(record: Mapping[str, Any], name: str) -> np.ndarray:
-    return from_quaternion(np.asarray(record[f"{name}_translation"], np.float64), record[f"{name}_rotation"])
+def _poses(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """(n, 3, 4) of `NAME_translation` and `NAME_rotation` (w, x, y, z)."""
+    shift = np.array([record[f"{name}_translation"] for record in records], np.float64).reshape(-1, 3)
+    return from_quaternion(shift, np.array([r[f"{name}_rotation"] for r in records], np.float64).reshape(-1, 4))
 
 
-def _matrix(values: Any) -> np.ndarray:
-    matrix = np.asarray(values, np.float64)
-    if matrix.shape != (4, 4):
-        raise ValueError(f"a pose of shape {matrix.shape}, expected (4, 4)")
-    return matrix[:3]
+def _matrices(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+    """(n, 3, 4) of (4, 4) poses."""
+    return np.array([record[name] for record in records], np.float64).reshape(-1, 4, 4)[:, :3]

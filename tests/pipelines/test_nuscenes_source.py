@@ -320,7 +320,7 @@ class _Attack:
     [
         ({"samples": []}, "dict with samples; infos of mmdetection3d have `infos` and `metadata`"),
         ([{"point_cloud": 1}], "list with no keys"),
-        ({"infos": [{"token": "a", "lidar_path": "x"}]}, "no info file of nuScenes: sample 0 .*lidar2ego"),
+        ({"infos": [{"token": "a", "lidar_path": "x"}]}, "no info file of nuScenes: sample 0 .*'sweeps'"),
         ({"data_list": [{"lidar_points": {}}], "metainfo": {"categories": {}}}, "KeyError: 'token'"),
         ({"infos": _Attack()}, "refers to .*system"),
     ],
