@@ -1,8 +1,9 @@
 """Parquet shards: tables that any Parquet tool reads, laid out so that numpy can map them.
 
-Without compression a shard is one row group, and each column one page of PLAIN values without nulls. The values of such
-a column are the last bytes of its chunk: they start at data_page_offset + total_compressed_size - nbytes. `write`
-proves it.
+A shard has row groups of about 4 MiB, which end between records. Without compression each column of a group is one page
+of PLAIN values without nulls. The values of such a column are the last bytes of its chunk: they start at
+data_page_offset + total_compressed_size - nbytes. `write` proves it. (Shards of one large group, which earlier versions
+wrote, are read in the same way.)
 
 | column | Arrow type in the file | how it is read |
 | --- | --- | --- |
@@ -13,7 +14,7 @@ proves it.
 | nullable | float or list of float, NaN as null | decoded |
 | lists of any length | list | decoded |
 
-With compression (zstd) a shard has small row groups and all columns are decoded.
+With compression (zstd) all columns are decoded.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ import pyarrow.parquet as pq
 from storage.errors import CorruptShard
 from storage.files import Folder
 from storage.schema import Column, Record, Schema, one_nan
-from storage.shards import Bits, Decoded, Narrow, Ranged, Shard, Text, Values, map_file, prove
+from storage.shards import Bits, Decoded, Grouped, Narrow, Ranged, Shard, Text, Values, map_file, prove
 
 SUFFIX = ".parquet"
 MAX_BYTES = 1 << 30  # of one shard: a page's size is a signed 32-bit number
 _TEXT: dict[str, type] = {"string": str, "bytes": bytes}
 _SMALL = 32  # values per element up to which a column keeps its numbers visible to other tools
-_GROUP_BYTES = 4 << 20  # raw bytes of a row group in compressed shards
+_GROUP_BYTES = (
+    4 << 20
+)  # values of a row group: little enough that Arrow's buffers are used again, and stay in the cache
 
 
 def engine() -> str:
     """What decides the bytes of a file besides its content."""
-    return f"pyarrow {pa.__version__}"
+    return f"pyarrow {pa.__version__} groups {_GROUP_BYTES}"
 
 
 def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Record]) -> bool:
@@ -62,7 +65,7 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
         CorruptShard: what was read back is not what was written.
     """
     counts = [schema.rows(record) for record in records]
-    rows = sum(counts)
+    stops = _stops(counts, records)
     dictionary = pa.DictionaryArray.from_arrays(
         np.repeat(np.arange(len(keys), dtype=np.int32), counts), pa.array(keys, pa.string())
     )
@@ -71,30 +74,40 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
     for name, column in schema.columns.items():
         field = _field(name, column)
         values = _arrow(column, field.type, [record[name] for record in records], schema.element is None)
-        if column.dtype in _TEXT:  # the size of the page's values, which the footer does not tell
-            size = 4 * rows + (pc.sum(pc.binary_length(values)).as_py() or 0)
-            field = field.with_metadata({"value_bytes": str(size)})
+        if column.dtype in _TEXT:  # the size of each page's values, which the footer does not tell
+            ends = np.cumsum(4 + pc.binary_length(values).to_numpy(), dtype=np.int64)
+            sizes = np.diff(ends[np.array(stops, int) - 1], prepend=0)
+            field = field.with_metadata({"value_bytes": " ".join(map(str, sizes))})
         fields.append(field)
         columns.append(values)
     table = pa.table(columns, schema=pa.schema(fields, {"scenecache": json.dumps(schema.to_json())}))
-    group = rows
-    if schema.compress:
-        size = sum(array.nbytes for record in records for array in record.values())
-        group = min(rows, _GROUP_BYTES * rows // max(size, 1) + 1)
-    pq.write_table(
-        table,
+    with pq.ParquetWriter(
         path,
+        table.schema,
         compression="zstd" if schema.compress else "none",
         use_dictionary=True if schema.compress else ["item"],
         write_statistics=["item"],
-        row_group_size=max(group, 1),
         data_page_size=MAX_BYTES if not schema.compress else None,
-        max_rows_per_page=max(rows, 1),
-    )
+        max_rows_per_page=max(table.num_rows, 1),
+    ) as file:
+        for first, stop in itertools.pairwise([0, *stops]):
+            file.write_table(table.slice(first, stop - first), row_group_size=stop - first)
     if schema.compress:
         return False
     prove(read(Folder(os.path.dirname(path)), os.path.basename(path), ("proof",), mapped=True), records, path)
     return True
+
+
+def _stops(counts: Sequence[int], records: Sequence[Record]) -> list[int]:
+    """Where the row groups end: between records, the last row + 1 of each group."""
+    stops, rows, size = [], 0, 0
+    for count, record in zip(counts, records, strict=True):
+        rows += count
+        size += sum(array.nbytes for array in record.values())
+        if size >= _GROUP_BYTES:
+            stops.append(rows)
+            size = 0
+    return stops if rows == (stops[-1] if stops else 0) else [*stops, rows]
 
 
 def _field(name: str, column: Column) -> pa.Field:
@@ -148,6 +161,7 @@ class _File:
     state: tuple
     metadata: Any
     arrow: pa.Schema
+    stops: list[int]
     open: Callable[[], Any]
     buffer: pa.Buffer | None
 
@@ -162,50 +176,70 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
 
     with opened() as source:
         parsed = pq.ParquetFile(source)
-        file = _File(folder, path, state, parsed.metadata, parsed.schema_arrow, opened, buffer)
+        metadata = parsed.metadata
+        groups = range(metadata.num_row_groups)
+        stops = list(itertools.accumulate(metadata.row_group(group).num_rows for group in groups)) or [0]
+        if stops != sorted(stops):
+            raise CorruptShard(f"shard {path}: the footer names row groups of less than no rows")
+        file = _File(folder, path, state, metadata, parsed.schema_arrow, stops, opened, buffer)
     if b"scenecache" not in (file.arrow.metadata or {}):
         raise CorruptShard("the file has no 'scenecache' schema in its metadata; was it written by another program?")
     schema = Schema.from_json(json.loads(file.arrow.metadata[b"scenecache"]))
-    return Shard(schema, {name: _values(file, name, column, mapped) for name, column in schema.columns.items()})
+    columns = {name: _values(file, name, column, mapped) for name, column in schema.columns.items()}
+    return Shard(schema, columns, file.stops)
 
 
 def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
     """A column, by the fastest way that there is."""
-    rows, text = file.metadata.num_rows, column.dtype in _TEXT
-    if not (mapped and rows and (column.fixed or (text and file.buffer))):
+    buffer, path, stops, text = file.buffer, file.path, file.stops, column.dtype in _TEXT
+    if not (mapped and stops[-1] and (column.fixed or (text and buffer is not None))):
         return _decoded(file, name, column)
-    index = file.arrow.get_field_index(name)
-    chunk = file.metadata.row_group(0).column(index)
-    end = chunk.data_page_offset + chunk.total_compressed_size
+    field = file.arrow.get_field_index(name)
+    chunks = [file.metadata.row_group(group).column(field) for group in range(len(stops))]
+    ends = [chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks]
+    starts, dims = [0, *stops[:-1]], _dims(column)
+    width, dtype = math.prod(dims), np.dtype(object if text else column.dtype)
+    bits = chunks[0].physical_type == "BOOLEAN"
+    narrow = chunks[0].physical_type == "INT32" and dtype.itemsize < 4
+    raw = np.dtype(np.int32) if narrow else dtype
+    if buffer is None and (bits or narrow):
+        return _decoded(file, name, column)
     if text:
-        start = end - int(file.arrow.field(index).metadata[b"value_bytes"])
-        assert file.buffer is not None
-        return Text(memoryview(file.buffer)[start:end], rows, _TEXT[column.dtype], file.path)
-    dtype, shape = np.dtype(column.dtype), (rows, *_dims(column))
-    count = math.prod(shape)
-    bits, narrow = chunk.physical_type == "BOOLEAN", chunk.physical_type == "INT32" and dtype.itemsize < 4
-    if file.buffer is None:
-        if bits or narrow:
-            return _decoded(file, name, column)
-        return Ranged(file.folder.fs, file.path, end - count * dtype.itemsize, dtype, shape[1:])
-    if bits:
-        return Bits(np.frombuffer(file.buffer, np.uint8, -(-count // 8), end - -(-count // 8)), shape[1:])
-    if narrow:
-        return Narrow(np.frombuffer(file.buffer, np.int32, count, end - 4 * count).reshape(shape), dtype)
-    return np.frombuffer(file.buffer, dtype, count, end - count * dtype.itemsize).reshape(shape)
+        sizes = list(map(int, file.arrow.field(field).metadata[b"value_bytes"].split()))
+    elif bits:
+        sizes = [-(-(stop - start) * width // 8) for start, stop in zip(starts, stops, strict=True)]
+    else:  # as from the shard's first row: the groups before take at least as much room as the values of their rows
+        sizes = [stop * width * raw.itemsize for stop in stops]
+    begins = [end - size for end, size in zip(ends, sizes, strict=True)]
+    length = buffer.size if buffer is not None else file.state[1]
+    if not all(0 <= begin <= end <= length for begin, end in zip(begins, ends, strict=True)):
+        raise CorruptShard(f"shard {path}: the footer names values of {name!r} outside of the file")
+    fs = file.folder.fs if buffer is None else None
+
+    def make(group: int) -> Values:
+        begin, end = begins[group], ends[group]
+        if text:
+            assert buffer is not None
+            return Text(memoryview(buffer)[begin:end], starts[group], stops[group], _TEXT[column.dtype], path)
+        if buffer is None:
+            return Ranged(fs, path, begin, dtype, dims)
+        if bits:
+            return Bits(np.ndarray(end - begin, np.uint8, buffer, begin), dims, starts[group])
+        values: np.ndarray = np.ndarray((stops[group], *dims), raw, buffer, begin)
+        return Narrow(values, dtype) if narrow else values
+
+    return Grouped(stops, make)
 
 
 def _decoded(file: _File, name: str, column: Column) -> Decoded:
     """A column by way of pyarrow."""
-    groups = range(file.metadata.num_row_groups)
-    bounds = list(itertools.accumulate((file.metadata.row_group(i).num_rows for i in groups), initial=0))
 
     def decode(group: int) -> np.ndarray:
         with file.open() as opened:
             table = pq.ParquetFile(opened, metadata=file.metadata).read_row_group(group, columns=[name])
         return _numpy(column, table.column(0).combine_chunks())
 
-    return Decoded((file.path, file.state, name), bounds, decode, np.empty((0, *_dims(column)), column.numpy))
+    return Decoded((file.path, file.state, name), [0, *file.stops], decode, np.empty((0, *_dims(column)), column.numpy))
 
 
 def _dims(column: Column) -> tuple[int, ...]:

@@ -132,7 +132,9 @@ class _Index:
 
     Attributes:
         position: by key, where in `spans` its three numbers begin.
-        spans: shard number, first row and last row + 1 of every record, side by side: one cache miss a lookup.
+        spans: place, first row and last row + 1 of every record, side by side: one cache miss a lookup. The place is
+            the number of the shard and, once the record was read, also that of its row group: shard + shards * (1 +
+            group). So a place leads straight to arrays.
         shards: file, size in bytes and `mapped` of each shard.
     """
 
@@ -226,7 +228,8 @@ class Records(Mapping[str, Record]):
     def __init__(self, stage: _Stage, columns: tuple[str, ...] | None = None) -> None:
         self._stage = stage
         self._names = columns
-        self._open: dict[int, list[tuple[str, Values]]] = {}
+        self._shards: dict[int, Shard] = {}
+        self._open: dict[int, list[tuple[str, Values]]] = {}  # by place
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Records, (self._stage, self._names)
@@ -274,7 +277,8 @@ class Records(Mapping[str, Record]):
         """(key,) number of the shard that holds each record, -1 for a key without one: what is near what on disk."""
         index = self._stage.index
         positions = (index.position.get(key, -1) for key in keys)
-        return np.array([-1 if position < 0 else index.spans[position] for position in positions], np.int64)
+        shards = len(index.shards)
+        return np.array([-1 if position < 0 else index.spans[position] % shards for position in positions], np.int64)
 
     def __getitem__(self, key: str) -> Record:
         index = self._stage._index
@@ -288,24 +292,32 @@ class Records(Mapping[str, Record]):
             self._stage.readable(key)  # raises with the reason
             raise
         spans = index.spans
-        number = spans[position]
         try:
-            columns = self._open[number]
+            columns = self._open[spans[position]]
         except KeyError:
-            columns = self._columns(number)
+            columns = self._columns(index, position)
         first, stop = spans[position + 1], spans[position + 2]
         record = {}
         for name, values in columns:  # a comprehension would cost a call
             record[name] = values[first:stop]
         return record
 
-    def _columns(self, number: int) -> list[tuple[str, Values]]:
-        shard = self._stage.open(self._stage.index.shards[number])
-        columns = [(name, shard.columns[name]) for name in self._names or shard.columns]
-        if shard.schema.element is None:
-            columns = [(name, _Single(values)) for name, values in columns]
-        self._open[number] = columns
-        return columns
+    def _columns(self, index: _Index, position: int) -> list[tuple[str, Values]]:
+        """The columns in the row group that holds a record; from now on the record's span names that group."""
+        shards, spans = index.shards, index.spans
+        number = spans[position] % len(shards)
+        if number not in self._shards:
+            self._shards[number] = self._stage.open(shards[number])
+        shard = self._shards[number]
+        group = shard.group(spans[position + 1])
+        place = number + len(shards) * (1 + group)
+        if place not in self._open:
+            columns = [(name, shard.part(group, name)) for name in self._names or shard.columns]
+            if shard.schema.element is None:
+                columns = [(name, _Single(values)) for name, values in columns]
+            self._open[place] = columns
+        spans[position] = place
+        return self._open[place]
 
     def _read(self, row: Row) -> Record:
         return read_record(self._stage.manifest.folder, row, columns=self._names)

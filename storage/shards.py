@@ -2,6 +2,9 @@
 
 A local shard is mapped into memory. Columns whose bytes lie in the file as numpy has them (see `storage/parquet.py` and
 `storage/hdf5.py`) are views of the mapping; the others are decoded in pieces, of which a process keeps the latest ones.
+
+A Parquet shard is cut into row groups, between records: a record lies in one group. Rows are always counted from the
+first of the shard.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import mmap
 import os
 import struct
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,26 +36,68 @@ class Values(Protocol):
     """One column of a shard. An ndarray is one."""
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        """Elements `rows` (start and stop given, step 1), first axis = elements, read-only."""
+        """Elements `rows` (start and stop given, step 1, in one row group), first axis = elements, read-only."""
         ...
 
 
 @dataclass(frozen=True)
 class Shard:
-    """An open shard: its schema and its columns."""
+    """An open shard.
+
+    Attributes:
+        schema: what its columns are.
+        columns: their values.
+        stops: where each row group ends (last row + 1).
+    """
 
     schema: Schema
     columns: Mapping[str, Values]
+    stops: Sequence[int]
+
+    def group(self, row: int) -> int:
+        """Number of the row group that holds a row."""
+        return _group(self.stops, row)
+
+    def part(self, group: int, name: str) -> Values:
+        """A column as one row group has it: quicker to read from, but for the records in that group alone."""
+        values = self.columns[name]
+        return values.part(group) if isinstance(values, Grouped) else values
+
+
+def _group(stops: Sequence[int], row: int) -> int:
+    return min(bisect_right(stops, row), len(stops) - 1)  # a record without elements may stand behind the last row
+
+
+class Grouped:
+    """A column over the row groups of a shard; what reads from a group is made when it is first needed.
+
+    Args:
+        stops: where each group ends.
+        make: group number -> its values, for rows counted from the first of the shard.
+    """
+
+    def __init__(self, stops: Sequence[int], make: Callable[[int], Values]) -> None:
+        self._stops, self._make = stops, make
+        self._parts: dict[int, Values] = {}
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self.part(_group(self._stops, rows.start))[rows]
+
+    def part(self, group: int) -> Values:
+        try:
+            return self._parts[group]
+        except KeyError:
+            return self._parts.setdefault(group, self._make(group))
 
 
 class Bits:
-    """Booleans that Parquet keeps as bits, the lowest of each byte first."""
+    """Booleans that Parquet keeps as bits, the lowest of each byte first; the first is of row `first`."""
 
-    def __init__(self, data: np.ndarray, dims: tuple[int, ...]) -> None:
-        self._data, self._dims, self._width = data, dims, math.prod(dims)
+    def __init__(self, data: np.ndarray, dims: tuple[int, ...], first: int) -> None:
+        self._data, self._dims, self._width, self._first = data, dims, math.prod(dims), first
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        first, last = rows.start * self._width, rows.stop * self._width
+        first, last = ((row - self._first) * self._width for row in (rows.start, rows.stop))
         bits = np.unpackbits(self._data[first // 8 : -(-last // 8)], bitorder="little")
         values = bits[first % 8 : first % 8 + last - first].view(bool).reshape(-1, *self._dims)
         values.flags.writeable = False
@@ -84,16 +130,16 @@ class Ranged:
 
 
 class Text:
-    """Strings or bytes, each behind its length in 4 bytes. The offsets are found on first use."""
+    """Strings or bytes of rows `first` to `stop`, each behind its length in 4 bytes, found on first use."""
 
-    def __init__(self, data: memoryview, rows: int, kind: type, path: str) -> None:
-        self._data, self._rows, self._kind, self._path = data, rows, kind, path
+    def __init__(self, data: memoryview, first: int, stop: int, kind: type, path: str) -> None:
+        self._data, self._first, self._rows, self._kind, self._path = data, first, stop - first, kind, path
         self._starts: np.ndarray | None = None
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         starts = self._starts if self._starts is not None else self._find()
         values = np.empty(rows.stop - rows.start, object)
-        bounds = starts[rows.start : rows.stop + 1].tolist()
+        bounds = starts[rows.start - self._first : rows.stop - self._first + 1].tolist()
         try:
             for i in range(len(values)):
                 value = self._data[bounds[i] + 4 : bounds[i + 1]]
@@ -227,7 +273,7 @@ def open_shard(folder: Folder, name: str, size: int, mapped: bool) -> Shard:
         )
     try:
         shard = (hdf5 if name.endswith(".h5") else parquet).read(folder, name, state, mapped)
-    except (pa.ArrowException, OSError, KeyError, ValueError, TypeError) as error:
+    except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
         raise CorruptShard(
             f"shard {path} can't be opened: {error}; `scenecache verify --deep` finds what is lost"
         ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -10,9 +12,89 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 
-from storage import Column, CorruptShard, Schema, parquet, read_record, shards
+import storage
+from storage import Column, CorruptShard, Manifest, Record, Schema, parquet, read_record, shards
 from storage.shards import Decoded
 from tests.contracts.shard_format import ShardFormatContract, write
+
+
+@pytest.fixture(scope="class")
+def small_groups() -> Iterator[None]:
+    """Row groups that end after 1000 bytes, so that small shards have many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "_GROUP_BYTES", 1000)
+        yield
+
+
+def unequal(case: ShardFormatContract) -> dict[str, Record]:
+    """Records of many sizes, some without elements, the last one too."""
+    return {f"{i:02}": case.record(count, seed=i) for i, count in enumerate([3, 0, 9, 1, 1, 40, 0, 0, 17, 2, 5, 8, 0])}
+
+
+@pytest.mark.usefixtures("small_groups")
+class TestParquetOfManyRowGroups(ShardFormatContract):
+    format = "parquet"
+
+    def test_row_groups_end_between_records_and_each_column_of_one_is_one_plain_page(self, tmp_path: Path) -> None:
+        records = unequal(self)
+        rows = write(tmp_path, self.schema(), records)
+        path = tmp_path / rows["00"].shard
+        meta, data, first, ends = pq.read_metadata(path), path.read_bytes(), 0, {0}
+        for group in range(meta.num_row_groups):
+            count = meta.row_group(group).num_rows
+            chunk = meta.row_group(group).column(1)
+            assert (chunk.path_in_schema, set(chunk.encodings)) == ("feature", {"PLAIN", "RLE"})
+            end = chunk.data_page_offset + chunk.total_compressed_size
+            found = np.frombuffer(data[end - count * 128 : end], np.float16).reshape(count, 64)
+            np.testing.assert_array_equal(
+                found, np.concatenate([r["feature"] for r in records.values()])[first : first + count]
+            )
+            first += count
+            ends.add(first)
+        assert first == sum(row.rows for row in rows.values())
+        assert 5 <= len(ends) - 1 < len(records)
+        assert ends < {row.first_row + row.rows for row in rows.values()} | {0}
+
+    def test_records_by_key_are_views_of_the_group_that_holds_them_however_often_they_are_read(
+        self, tmp_path: Path
+    ) -> None:
+        records = unequal(self)
+        rows = write(tmp_path, self.schema(), records)
+        more = {f"more {key}": self.record(len(r["seen"]) + 1, seed=100) for key, r in records.items()}
+        Manifest(tmp_path).commit([*rows.values(), *write(tmp_path, self.schema(), more).values()])
+        cache = storage.open(tmp_path)["fake"]
+        few, everything = cache.select("label", "feature"), records | more
+        shard = cache.shards(list(everything))
+        order = np.random.default_rng(0).permutation([*everything] * 3).tolist()
+        for key in order:
+            for name, values in few[key].items():
+                np.testing.assert_array_equal(values, everything[key][name])
+            for name, values in cache[key].items():
+                np.testing.assert_array_equal(values, everything[key][name])
+                assert values.dtype == everything[key][name].dtype
+        assert np.shares_memory(few["05"]["feature"], cache["05"]["feature"])
+        np.testing.assert_array_equal(cache.shards(list(everything)), shard)
+
+    def test_shards_of_one_large_group_as_earlier_versions_wrote_them_still_map(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        records = unequal(self)
+        monkeypatch.setattr(parquet, "_GROUP_BYTES", 1 << 40)
+        rows = write(tmp_path, self.schema(), records)
+        monkeypatch.undo()
+        assert pq.read_metadata(tmp_path / rows["00"].shard).num_row_groups == 1
+        for item, record in records.items():
+            for name, values in read_record(tmp_path, rows[item]).items():
+                np.testing.assert_array_equal(values, record[name])
+        first, again = (read_record(tmp_path, rows["05"])["feature"] for _ in range(2))
+        assert np.shares_memory(first, again)
+
+    def test_equal_content_in_groups_of_another_size_is_a_file_of_another_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        small = write(tmp_path, self.schema(), {"a": self.record(3)})["a"].shard
+        monkeypatch.setattr(parquet, "_GROUP_BYTES", 1 << 40)
+        assert write(tmp_path, self.schema(), {"a": self.record(3)})["a"].shard != small
 
 
 class TestParquet(ShardFormatContract):
@@ -108,14 +190,10 @@ class TestParquet(ShardFormatContract):
         frame = pq.read_table(tmp_path / row.shard).replace_schema_metadata(None)
         pq.write_table(frame, tmp_path / row.shard)
         size = (tmp_path / row.shard).stat().st_size
-        from dataclasses import replace
-
         with pytest.raises(CorruptShard, match="no 'scenecache' schema"):
             read_record(tmp_path, replace(row, shard_bytes=size))
 
     def test_a_shard_rewritten_by_another_tool_is_still_read(self, tmp_path: Path) -> None:
-        from dataclasses import replace
-
         record = self.record(30)
         row = write(tmp_path, self.schema(), {"a": record})["a"]
         pq.write_table(

@@ -118,8 +118,11 @@ def test_one_flipped_bit_is_found_by_a_deep_look_and_costs_that_record_alone(sto
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("format", ["parquet", "hdf5"])
-def test_no_damage_anywhere_in_a_file_is_missed_or_ends_verify(tmp_path: Path, format: str, compress: bool) -> None:
+def test_no_damage_anywhere_in_a_file_is_missed_or_ends_verify(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, compress: bool
+) -> None:
     """Where a damaged byte changes no record (padding, statistics) there is no fault, else it is the right one."""
+    monkeypatch.setattr(storage.parquet, "_GROUP_BYTES", 500)  # a group for each record
     schema = Schema(OBJECTS.columns, "object", format, compress)  # type: ignore[arg-type]
     given = {"a": objects(5), "b": objects(3, seed=1)}
     fill(tmp_path, given, schema=schema)
