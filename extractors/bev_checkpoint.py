@@ -6,6 +6,7 @@ All three come from mmdetection3d or forks of it and share its names: `pts_backb
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -160,9 +161,21 @@ def _unsupported(state: Mapping[str, Tensor], model: Model) -> str:
         if absent:
             return (
                 f"the fusion of MSMDFusion is missing ({', '.join(f'{name}*' for name in absent)}): this is the merged "
-                "file that its second training stage starts from (TransFusion-L and ResNet-50), not a trained model"
+                "file that its second training stage starts from (TransFusion-L and ResNet-50), not a trained model. "
+                f"Keys that it has: {_coverage(state, model)}"
             )
     return ""
+
+
+def _coverage(state: Mapping[str, Tensor], model: Model) -> str:
+    """How many keys of each part of the model a file has: `img_backbone 318 of 318, ...`."""
+    import torch
+
+    with torch.device("meta"):
+        needed = _blank(model, state)[1].state_dict()
+    parts = Counter(key.partition(".")[0] for key in needed)
+    there = Counter(key.partition(".")[0] for key in needed if key in state)
+    return ", ".join(f"{part} {there[part]} of {count}" for part, count in parts.items())
 
 
 def _unknown(state: Mapping[str, Tensor]) -> str:

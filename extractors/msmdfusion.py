@@ -14,8 +14,9 @@ import numpy as np
 
 from extractors.base import seed_for
 from extractors.bev_detector import BevDetector, BevHead, Convention, Detector, Grid
+from extractors.errors import EmptyInput
 from extractors.inputs import Cameras, LidarSweeps
-from extractors.msmdfusion_inputs import Frame, foreground, read_images
+from extractors.msmdfusion_inputs import POINT_RANGE, Frame, foreground, read_images
 from storage.schema import Column
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class MSMDFusion(_MSMDFusion, BevDetector):
         Raises:
             MissingFile, DecodeError ...: an image is not there or damaged (`image_preprocess.open_rgb`).
             InvalidValues: a calibration that no camera has, or virtual points that do not fit images or sweeps.
+            EmptyInput: no LiDAR point within the range.
         """
         from extractors.sweeps import aggregate
 
@@ -102,6 +104,9 @@ class MSMDFusion(_MSMDFusion, BevDetector):
         cameras: Cameras = inputs[1]
         virtual: Mapping[str, np.ndarray] = inputs[2]
         points = aggregate(lidar, self.sweeps, remove_close=0, pad_empty=False)
+        low, high = np.reshape(POINT_RANGE, (2, 3))
+        if not ((points[:, :3] >= low) & (points[:, :3] < high)).all(1).any():
+            raise EmptyInput(f"{key}: none of {len(points)} LiDAR points lies within {high[0]:g} m; is the file whole?")
         images, projections = read_images(cameras, key)
         pixels, camera, painted, depth = foreground(virtual, lidar, self.sweeps, key)
         return Frame(

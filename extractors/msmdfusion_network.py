@@ -96,11 +96,11 @@ class MSMDFusionNetwork(nn.Module):
             rows = np.zeros((_EMPTY_ROWS, IMAGE_CHANNELS), np.float32)  # as the official code: one voxel amid the grid
         else:
             pixels, camera = torch.from_numpy(frame.pixels).to(device), torch.from_numpy(frame.camera).to(device)
-            u, v = (pixels[:, :2] * (features.shape[3] / PADDED[0])).long().unbind(1)
+            u, v = (pixels[:, :2] * (features.shape[3] / frame.depth.shape[2])).long().unbind(1)
             seen = features[camera, :, v, u]
             projection = torch.from_numpy(frame.lidar_to_image).to(device).flatten(1)[camera]
             score = self.score_net(torch.cat([seen, pixels[:, 2:], projection], 1))
-            rows = np.concatenate([frame.painted, (seen * score).cpu().numpy()], 1)
+            rows = np.concatenate([frame.painted, (seen * score).float().cpu().numpy()], 1)
         voxels = voxel_tensor(rows, [side * downscale for side in VOXEL], shape, device)
         voxels.features[:, :3] /= voxels.features.new_tensor(_XYZ_SCALE)
         return voxels
