@@ -228,6 +228,7 @@ def _submanifold_map(x: SparseTensor, kernel: Triple) -> IndexMap:
     padded = [size + 2 * r for size, r in zip(x.shape, reach, strict=True)]  # no neighbour wraps around a border
     keys, rows = _flat(x.coords + x.coords.new_tensor([0, *reach]), (x.batch_size, *padded)).sort()
     fence = torch.cat([keys, keys.new_full((1,), torch.iinfo(torch.int64).max)])
+    rows = rows.int()
     centre = prod(kernel) // 2
     found = [(rows, centre, rows)]
     for dz, dy in product(range(reach[0] + 1), range(-reach[1], reach[1] + 1)):
@@ -235,14 +236,18 @@ def _submanifold_map(x: SparseTensor, kernel: Triple) -> IndexMap:
             continue
         first = -reach[2] if (dz, dy) > (0, 0) else 1
         wanted = keys + ((dz * padded[1] + dy) * padded[2] + first)
-        position = torch.searchsorted(keys, wanted)
+        if (dz, dy) > (0, 0):
+            position = torch.searchsorted(keys, wanted, out_int32=True)
+        else:
+            position = torch.arange(1, len(keys) + 1, dtype=torch.int32, device=keys.device)
         for dx in range(first, reach[2] + 1):
-            hit = fence[position] == wanted
+            hit = fence.index_select(0, position) == wanted
             here = hit.nonzero()[:, 0]
-            row, neighbour = rows[here], rows[position[here]]
+            row, neighbour = rows.index_select(0, here), rows.index_select(0, position.index_select(0, here))
             place = (dz * kernel[1] + dy) * kernel[2] + dx
             found += [(neighbour, centre + place, row), (row, centre - place, neighbour)]
-            position, wanted = position + hit, wanted + 1
+            position += hit
+            wanted += 1
     inputs, places, outputs = zip(*found, strict=True)
     sizes = rows.new_tensor([len(row) for row in inputs])
     by_pair = rows.new_tensor(places).repeat_interleave(sizes)
@@ -254,22 +259,24 @@ def _strided_map(x: SparseTensor, kernel: Triple, stride: Triple, padding: Tripl
     shape = _output_shape(x.shape, kernel, stride, padding)
     axes = []
     for axis in range(3):
-        reached = x.coords[:, 1 + axis] + padding[axis]
+        reached = x.coords[:, 1 + axis].int() + padding[axis]
         nearest, first = reached // stride[axis], reached % stride[axis]
         ways = []
         for back in range(-(-kernel[axis] // stride[axis])):
             site, place = nearest - back, first + back * stride[axis]
             ways.append((site, place, (site >= 0) & (site < shape[axis]) & (place < kernel[axis])))
         axes.append(ways)
+    grids = x.coords[:, 0] * prod(shape)
     found = []
     for along_z, along_y, along_x in product(*axes):
         row = (along_z[2] & along_y[2] & along_x[2]).nonzero()[:, 0]
-        site = torch.stack([x.coords[row, 0], along_z[0][row], along_y[0][row], along_x[0][row]], 1)
-        place = torch.stack([along_z[1][row], along_y[1][row], along_x[1][row]], 1)
-        found.append((row, _flat(place, kernel), _flat(site, (x.batch_size, *shape))))
+        site, place = (
+            (along_z[i] * size[1] + along_y[i]) * size[2] + along_x[i] for i, size in enumerate((shape, kernel))
+        )
+        found.append((row.int(), place.index_select(0, row), (grids + site).index_select(0, row)))
     inputs, places, outputs = (torch.cat(part) for part in zip(*found, strict=True))
     keys, outputs = torch.unique(outputs, return_inverse=True)
-    return _index_map(inputs, places, outputs, prod(kernel), _unflat(keys, (x.batch_size, *shape)), shape, {})
+    return _index_map(inputs, places, outputs.int(), prod(kernel), _unflat(keys, (x.batch_size, *shape)), shape, {})
 
 
 def _output_shape(shape: Triple, kernel: Triple, stride: Triple, padding: Triple) -> Triple:
@@ -288,22 +295,22 @@ def _index_map(
     shape: Triple,
     maps: dict[Any, Any],
 ) -> IndexMap:
-    """From pairs in any order."""
+    """From pairs in any order, all int32."""
     rows = len(coords)
     block = _BLOCK if coords.device.type == "cpu" else max(rows, 1)
     blocks = -(-rows // block)
     group = outputs // block * volume + places
     sort = (group * block + outputs % block).argsort()
-    sizes = torch.bincount(group, minlength=blocks * volume)
-    ends = sizes.cumsum(0)
-    bounds = torch.cat([(ends - sizes).view(blocks, volume), ends.view(blocks, volume)[:, -1:]], 1)
-    row = outputs[sort].int()
-    order = row.sort(stable=True).indices
-    order -= bounds[:, 0][(row[order] // block).long()]
+    sizes = torch.bincount(group, minlength=blocks * volume).view(blocks, volume)
+    ends = sizes.flatten().cumsum(0).view(blocks, volume)
+    bounds = torch.cat([(ends - sizes), ends[:, -1:]], 1)
+    row = outputs.index_select(0, sort)
+    order = row.sort(stable=True).indices.int()
+    order -= bounds[:, 0].int().repeat_interleave(sizes.sum(1))
     per_row = torch.bincount(row, minlength=rows)
     starts = per_row.cumsum(0) - per_row
     starts -= starts[::block].repeat_interleave(block)[:rows]
-    return IndexMap(coords, shape, inputs[sort].int(), block, bounds.tolist(), order.int(), starts.int(), maps)
+    return IndexMap(coords, shape, inputs.index_select(0, sort), block, bounds.tolist(), order, starts.int(), maps)
 
 
 def _gather_multiply_add(features: Tensor, weight: Tensor, found: IndexMap) -> Tensor:
