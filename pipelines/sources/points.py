@@ -65,7 +65,8 @@ def read_lidar(path: Path) -> np.ndarray:
         raise EmptyInput(f"{path}: zero bytes, no points; get the file again")
     if size % (4 * _LIDAR_COLUMNS):
         raise TruncatedFile(
-            f"{path}: {size} bytes are no whole number of points of 20 bytes (float32 x, y, z, intensity, ring)"
+            f"{path}: {size} bytes are no whole number of points of 20 bytes (float32 x, y, z, intensity, ring); "
+            "get the file again"
         )
     points = np.fromfile(path, "<f4").reshape(-1, _LIDAR_COLUMNS)
     if not np.isfinite(points).all():
