@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import functools
 from pathlib import Path
@@ -266,7 +267,7 @@ class Shortcut(torch.nn.Module):
 
 @functools.cache
 def shortened() -> MSMDFusionNetwork:
-    made = UNTRAINED.build()
+    made = copy.deepcopy(network())
     made.bev_fusion = Shortcut().requires_grad_(False)  # type: ignore[assignment]
     made.pts_backbone = made.pts_neck = torch.nn.Identity()  # type: ignore[assignment]
     return made
@@ -275,7 +276,8 @@ def shortened() -> MSMDFusionNetwork:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of the network but its plain convolutions on the map."""
-    monkeypatch.setattr(MSMDFusion, "build", lambda detector: shortened())
+    made = shortened()
+    monkeypatch.setattr(MSMDFusion, "build", lambda detector: made)
 
 
 def assert_same_bytes(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> None:
