@@ -1,8 +1,9 @@
 """NuScenes-QA (Qian et al., AAAI 2024): questions about driving scenes, and the object features that its models read.
 
-To be given: `source.root` (folder of nuScenes), `nuscenes_questions.root` (folder of the question files), the weights of
-centerpoint, bevdet and msmdfusion (`untrained:0` runs them without training) and the word vectors of groundtruth.
-MSMDFusion needs virtual points: files beside the samples, or `virtual_points.extractor=virtual_points` and `source.masks`.
+To be given: `source.root` (folder of nuScenes), `nuscenes_questions.root` (folder of the question files), the weights
+of centerpoint, bevdet and msmdfusion (`untrained:0` runs them without training) and the word vectors of groundtruth.
+MSMDFusion needs virtual points: files beside the samples, or `virtual_points.extractor=virtual_points` and
+`source.masks`.
 """
 
 from pipelines.job_spec import JobSpec
