@@ -38,7 +38,9 @@ class Weights:
         """
         path = Path(self.source).expanduser()
         if not path.is_file():
-            raise WeightsError(f"no checkpoint at {self.source}: give a file, or 'untrained:0' to run without training")
+            raise WeightsError(
+                f"no file {self.source}: give one that is there, or 'untrained:0' to run without training"
+            )
         return path
 
     def identity(self) -> str:

@@ -95,9 +95,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read a `.safetensors` file or anything that `torch.save` wrote, as tensors and plain values alone.
 
     Raises:
-        WeightsError: the file is damaged, or no checkpoint, or holds objects whose unpickling would run code (which is
-            never done).
+        WeightsError: there is no file, or it is damaged, or no checkpoint, or holds objects whose unpickling would run
+            code (which is never done).
     """
+    if not path.is_file():
+        raise WeightsError(f"{path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}")
     content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     wrapper = ""
     others: tuple[str, ...] = ()

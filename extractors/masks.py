@@ -59,7 +59,14 @@ def read_masks(path: Path, size: tuple[int, int]) -> list[Instance]:
     kinds = [kind for kind in ("masks", "boxes") if kind in arrays]
     if len(kinds) != 1 or not {"names", "scores"} <= arrays.keys():
         raise UnsupportedFile(f"{path}: has {sorted(arrays)}, expected names, scores, and either masks or boxes")
-    shapes, names, scores = arrays[kinds[0]], arrays["names"].astype(str), arrays["scores"]
+    shapes, names, scores = arrays[kinds[0]], arrays["names"], arrays["scores"]
+    if not names.size:  # an empty array need not be of text
+        names = names.astype(str)
+    if names.dtype.kind not in "US" or scores.dtype.kind not in "fiu" or shapes.dtype.kind not in "bfiu":
+        raise UnsupportedFile(
+            f"{path}: names of {names.dtype}, scores of {scores.dtype}, {kinds[0]} of {shapes.dtype}; expected text and "
+            "numbers"
+        )
     wanted = (size[1], size[0]) if kinds == ["masks"] else (4,)
     if names.ndim != 1 or scores.shape != names.shape or shapes.shape != (len(names), *wanted):
         raise InvalidValues(
@@ -68,8 +75,12 @@ def read_masks(path: Path, size: tuple[int, int]) -> list[Instance]:
         )
     if not (np.isfinite(scores).all() and np.isfinite(shapes).all()):
         raise InvalidValues(f"{path}: NaN or infinity in scores or {kinds[0]}")
+    if ((scores < 0) | (scores > 1)).any():
+        raise InvalidValues(f"{path}: scores of {scores.min():g} to {scores.max():g}, expected 0 to 1")
+    if kinds == ["boxes"] and (shapes[:, 2:] < shapes[:, :2]).any():
+        raise InvalidValues(f"{path}: a box ends before it begins; expected left, upper, right, lower")
     found = []
-    for name, score, shape in zip(np.char.replace(names, " ", "_"), scores, shapes, strict=True):
+    for name, score, shape in zip(np.char.replace(names.astype(str), " ", "_"), scores, shapes, strict=True):
         mask = shape.astype(bool) if kinds == ["masks"] else _rectangle(shape, size)
         if name in CLASSES and mask.any():
             found.append(Instance(str(name), float(score), mask))

@@ -16,7 +16,7 @@ import numpy as np
 
 from extractors.base import Extractor, seed_for
 from extractors.boxes3d import CLASSES
-from extractors.errors import InvalidValues, MissingFile, UnsupportedFile
+from extractors.errors import InputError, InvalidValues, MissingFile, UnsupportedFile
 from extractors.image_preprocess import named_views
 from extractors.inputs import Cameras, Foreground, LidarSweeps, MaskFiles
 from extractors.masks import Instance, read_masks
@@ -91,12 +91,15 @@ class VirtualPointsFiles(Extractor):
                 f"{key}: no virtual points at {where} ({present} of {len(found.files)} files of its sweeps are there); "
                 f"download them, or make them from masks with the stage virtual_points"
             )
-        parts = [
-            (camera, sweep, points)
-            for sweep, path in enumerate(found.files)
-            if path is not None
-            for camera, points in enumerate(read_foreground(path))
-        ]
+        try:
+            parts = [
+                (camera, sweep, points)
+                for sweep, path in enumerate(found.files)
+                if path is not None
+                for camera, points in enumerate(read_foreground(path))
+            ]
+        except InputError as error:
+            raise type(error)(f"{key}: {error}") from error
         return _record(sorted(parts, key=lambda part: part[:2]))
 
     def load(self, device: str = "cpu") -> Callable[[Sequence[Record]], list[Record]]:
@@ -156,7 +159,11 @@ class VirtualPoints(Extractor):
                     f"{key}: no masks of {view.name}; source.masks is their folder, and an image in which nothing was "
                     f"found has a file with n = 0"
                 )
-            instances = [one for one in read_masks(masks.files[view.name], IMAGE_SIZE) if one.score >= self.min_score]
+            try:
+                found = read_masks(masks.files[view.name], IMAGE_SIZE)
+            except InputError as error:
+                raise type(error)(f"{key} {view.name}: {error}") from error
+            instances = [one for one in found if one.score >= self.min_score]
             echoes = lidar.key.points[:, :3]
             parts.append((camera, 0, make_points(echoes, lidar_to_image(view), instances, order, self.per_mask, rng)))
         return _record(parts)
@@ -178,6 +185,10 @@ def read_foreground(path: Path) -> list[CameraPoints]:
     content = read_pickled_npy(path)
     if not isinstance(content, Mapping) or not set(_LISTS) <= content.keys():
         raise UnsupportedFile(f"{path}: expected a dict with {', '.join(_LISTS)}")
+    if strange := [name for name in _LISTS if not isinstance(content[name], list | tuple | np.ndarray)]:
+        raise UnsupportedFile(
+            f"{path}: {strange[0]} is a {type(content[strange[0]]).__name__}, expected a list of arrays"
+        )
     lists = [list(content[name]) for name in _LISTS]
     if all(not cameras for cameras in lists):  # a sweep in which nothing was found
         return []

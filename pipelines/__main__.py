@@ -244,6 +244,8 @@ def _exit_code(error: Exception) -> int:
         return 2
     if isinstance(error, MissingPackage | StoreUnwritable):
         return 1
+    if isinstance(error, OSError) and error.filename:  # a folder of the user's: full, shut, or a file; its text says so
+        return 1
     if isinstance(error, ModuleNotFoundError) and error.name in ("rich", "yaml", "pydantic"):
         error.args = (f"{error.name} is not installed: pip install 'scenecache[cli]'",)
         return 1

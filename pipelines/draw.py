@@ -59,14 +59,18 @@ def main(job: str, item: str, out: Path, overrides: Sequence[str], store: str | 
         store, stage: where set, the objects that this stage found are drawn in orange.
 
     Raises:
-        JobError: the job's source has no cameras and LiDAR, or the stage's records have no boxes of the LiDAR's frame.
+        JobError: the job's source has no cameras and LiDAR, the stage's records have no boxes of the LiDAR's frame, or
+            `out` can't be written.
     """
     import cv2
 
+    if out.suffix.lower() != ".png" or not out.absolute().parent.is_dir():
+        raise JobError(f"can't write {out}: give a file name that ends in .png, in a folder that is there")
     spec = find_job(job).override(overrides)
     source = spec.model_copy(update={"stages": {}, "tables": {}}).build().source
     if source is None or not {"lidar", "cameras", "annotations"} <= set(source.kinds):
         raise JobError(f"job {spec.name}: its source offers no cameras and LiDAR; draw needs a source of type nuscenes")
+    lidar, cameras = source.open(item, "lidar"), source.open(item, "cameras")
     groups = []
     try:
         groups.append(annotated(source.open(item, "annotations")))
@@ -74,9 +78,8 @@ def main(job: str, item: str, out: Path, overrides: Sequence[str], store: str | 
         print(f"without annotations: {error}")
     if stage:
         groups.append(_found(open_store(store or spec.store)[stage][item], stage))
-    picture = draw(source.open(item, "lidar"), source.open(item, "cameras"), groups)
-    if not cv2.imwrite(str(out), picture[..., ::-1]):
-        raise JobError(f"can't write {out}: give a file name that ends in .png, in a folder that is there")
+    if not cv2.imwrite(str(out), draw(lidar, cameras, groups)[..., ::-1]):
+        raise JobError(f"can't write {out}: is there a folder of this name, or no permission?")
     counts = [f"{len(group.boxes)} {'annotated' if group.color == _GREEN else 'found'}" for group in groups]
     print(f"{out}: {', '.join(counts) or 'no boxes'}")
 

@@ -83,9 +83,14 @@ def plan(
         done[stage.name] = judge(stage, work, manifest, options)
     plans = tuple(done.values())
     if unknown := options.items.difference(*(p.table["item"].to_pylist() for p in plans)) if options.items else ():
+        if source := job.source:
+            for key in sorted(unknown):
+                source.files(key, source.kinds[0])  # a source that knows what else a key names says so
         known = [key for p in plans for key in p.table["item"].to_pylist()] or digests.items.to_pylist()
         near = sorted({match for key in unknown for match in difflib.get_close_matches(key, known, 3)})
-        some = f"did you mean {' or '.join(near)}?" if near else f"there are {len(known)}, such as {known[:1]}"
+        some = (
+            f"did you mean {' or '.join(near)}?" if near else f"there are {len(known)}, such as {', '.join(known[:1])}"
+        )
         raise JobError(f"job {job.name} has no item {', '.join(map(repr, sorted(unknown)))}; {some}")
     return Plan(job.name, plans, options)
 

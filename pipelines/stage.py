@@ -27,7 +27,10 @@ class Source(Protocol):
         ...
 
     def files(self, key: str, kind: str) -> list[Path]:
-        """The files that `open` reads, in a fixed order; one that is absent may be listed."""
+        """The files that `open` reads, in a fixed order; one that is absent may be listed.
+
+        A source that can tell what an unknown key is instead raises an InputError that says so.
+        """
         ...
 
     def facts(self, key: str, kind: str) -> bytes:

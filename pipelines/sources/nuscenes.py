@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from extractors.errors import InvalidValues, MissingFile, UnsupportedFile
+from extractors.errors import InputError, InvalidValues, MissingFile, UnsupportedFile
 from extractors.inputs import Annotations, Camera, Cameras, Foreground, LidarScan, LidarSweeps, MaskFiles
 from pipelines.inputs import default_cache
 from pipelines.sources import nuscenes_infos, nuscenes_tables
@@ -160,7 +160,9 @@ class NuScenes:
         paths, to_key = self._paths(rows.text("file")), rows.transforms("to_key")
         to_ego = self._to_ego(key)
         if not is_rigid(to_key):
-            raise InvalidValues(f"sample {key}: LIDAR_TOP: a pose or calibration that is no rotation and translation")
+            raise InvalidValues(
+                f"sample {key}: LIDAR_TOP: a pose or calibration is no rotation and translation; mend {self._place}"
+            )
         here = [path.is_file() for path in paths]
         if not here[0]:
             raise MissingFile(f"sample {key}: LIDAR_TOP: {paths[0]}: no such file; get the archive that holds it")
@@ -171,11 +173,14 @@ class NuScenes:
                 f"{path}; get the archives that hold them, or set source.missing_sweeps=skip"
             )
         lags = rows.numbers("lag") / 1e6
-        first, *before = (
-            LidarScan(read_lidar(path), homogeneous(pose), float(lag))
-            for path, pose, lag, there in zip(paths, to_key, lags, here, strict=True)
-            if there
-        )
+        try:
+            first, *before = (
+                LidarScan(read_lidar(path), homogeneous(pose), float(lag))
+                for path, pose, lag, there in zip(paths, to_key, lags, here, strict=True)
+                if there
+            )
+        except InputError as error:
+            raise type(error)(f"sample {key}: LIDAR_TOP: {error}") from error
         return LidarSweeps(first, tuple(before), len(here) - sum(here), homogeneous(to_ego))
 
     def _cameras(self, key: str) -> Cameras:
@@ -185,18 +190,22 @@ class NuScenes:
         intrinsic = rows.numbers("intrinsic").reshape(-1, 3, 3)
         to_ego = self._to_ego(key)
         if unnamed := [name for name in CAMERAS if names.count(name) != 1]:
-            raise MissingFile(f"sample {key}: {self.dialect} do not name one image of {', '.join(unnamed)}")
+            raise MissingFile(
+                f"sample {key}: {self.dialect} do not name one image of {', '.join(unnamed)}; get them again"
+            )
         lacking = [f"{name}: {path}" for name, path in zip(names, paths, strict=True) if not path.is_file()]
         if lacking:
             raise MissingFile(f"sample {key}: no such file: {'; '.join(lacking)}; get the archive that holds it")
         views = []
         for name, path, pose, matrix in zip(names, paths, to_lidar, intrinsic, strict=True):
             if not is_rigid(pose):
-                raise InvalidValues(f"sample {key}: {name}: pose and calibration are no rotation and translation")
+                raise InvalidValues(
+                    f"sample {key}: {name}: pose and calibration are no rotation and translation; mend {self._place}"
+                )
             if not (
                 np.isfinite(matrix).all() and matrix[0, 0] > 0 and matrix[1, 1] > 0 and (matrix[2] == [0, 0, 1]).all()
             ):
-                raise InvalidValues(f"sample {key}: {name}: {matrix.tolist()} is no camera matrix")
+                raise InvalidValues(f"sample {key}: {name}: {matrix.tolist()} is no camera matrix; mend {self._place}")
             views.append(Camera(name, path, matrix.copy(), homogeneous(pose), homogeneous(compose(to_ego, pose))))
         return Cameras(tuple(views))
 
@@ -239,7 +248,9 @@ class NuScenes:
             raise UnsupportedFile(f"sample {key}: {self._place}: {fault}")
         pose: np.ndarray = sample.transforms("to_ego")[0]
         if not is_rigid(pose):
-            raise InvalidValues(f"sample {key}: LIDAR_TOP: the calibration is no rotation and translation")
+            raise InvalidValues(
+                f"sample {key}: LIDAR_TOP: the calibration is no rotation and translation; mend {self._place}"
+            )
         return pose
 
     def _known(self, token: str) -> None:
@@ -282,17 +293,29 @@ class NuScenes:
             places = [Path(self.version), self.root / self.version]
             place = next((p for p in places if p.is_file() or (p / "sample_data.json").is_file()), None)
             if place is None:
-                raise MissingFile(f"{self.root}: no tables or info pickle {self.version!r} there")
+                there = [path.name for path in (*self._tables, *self._pickles)]
+                raise MissingFile(
+                    f"{self.root}: no tables or info pickle {self.version!r}; it has {', '.join(there) or 'none'}"
+                )
             return place
-        tables = sorted(path.parent for path in self.root.glob("*/sample_data.json"))
-        found = tables or sorted(self.root.glob("*.pkl"))
+        found = self._tables or self._pickles
         if not found:
-            raise MissingFile(f"{self.root}: neither tables (v1.0-*/sample_data.json) nor an info pickle (*.pkl)")
+            above = (self.root / "sample_data.json").is_file()
+            hint = "; source.root is the folder above, that of samples/" if above else ""
+            raise MissingFile(f"{self.root}: neither tables (v1.0-*/sample_data.json) nor an info pickle (*.pkl){hint}")
         if len(found) > 1:
             raise MissingFile(
                 f"{self.root}: has {', '.join(path.name for path in found)}; choose one: source.version={found[0].name}"
             )
         return found[0]
+
+    @property
+    def _tables(self) -> list[Path]:
+        return sorted(path.parent for path in self.root.glob("*/sample_data.json"))
+
+    @property
+    def _pickles(self) -> list[Path]:
+        return sorted(self.root.glob("*.pkl"))
 
     @cached_property
     def _index(self) -> Index:

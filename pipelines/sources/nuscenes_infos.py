@@ -51,6 +51,8 @@ def build(path: Path) -> dict[str, pa.Table]:
                 f"{path}: {type(data).__name__} with {', '.join(keys[:6]) or 'no keys'}; infos of mmdetection3d have "
                 "`infos` and `metadata` (before 1.1) or `data_list` and `metainfo` (since)"
             )
+    except UnsupportedFile:
+        raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UnsupportedFile(
             f"{path}: no info file of nuScenes: sample {len(rows.tokens)} in order of tokens: "
