@@ -226,10 +226,13 @@ def test_a_full_grid_of_voxels_stops_at_the_point_that_would_open_one_more(monke
     assert voxels.features[:, 3].tolist() == [1, 1], "the last point came too late for its own voxel"
 
 
+LACKING = [(300, 2000), (0, 2000), (1, 2000), (300, 0), (300, 1), (0, 0)]  # painted points, LiDAR points
+
+
 @pytest.mark.parametrize(
-    ("painted", "points"), [(300, 2000), (0, 2000), (1, 2000), (300, 0), (300, 1), (0, 0)], ids=str
+    ("painted", "points", "pairing"),
+    [*((*counts, "exact") for counts in LACKING), (1, 2000, "legacy_float"), (300, 1, "legacy_float")],
 )
-@pytest.mark.parametrize("pairing", ["exact", "legacy_float"])
 def test_frames_that_lack_something_give_a_whole_map(
     painted: int, points: int, pairing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
