@@ -158,7 +158,7 @@ def pair_voxels(first: Tensor, second: Tensor, pairing: Pairing) -> tuple[Tensor
 
 
 def ranked(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys sorted, and their rows; equal keys by row, as CUDA sorts (an unstable sort on CPUs has its own order)."""
+    """Keys sorted, and their rows; equal keys by row (the official sort leaves them in an order of the machine's)."""
     found = keys.sort(stable=True)
     return found.values, found.indices
 
