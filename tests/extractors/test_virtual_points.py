@@ -224,6 +224,20 @@ def test_a_key_frame_is_made_from_its_mask_files_alike_each_time(tmp_path: Path)
     assert np.array_equal(np.flatnonzero(detector["paint"][0]), [9, 10])
 
 
+def test_points_that_were_made_and_then_published_read_back_as_they_were(tmp_path: Path) -> None:
+    made = VirtualPoints().prepare(
+        "k", *frame(tmp_path, CAM_FRONT=[[700, 300, 900, 600]], CAM_BACK=[[0, 0, 1600, 900]])
+    )
+    content: dict[str, list[np.ndarray]] = {}
+    for kind, real in (("virtual", False), ("real", True)):
+        rows = [np.flatnonzero((made["camera"] == camera) & (made["real"] == real)) for camera in range(6)]
+        content[f"{kind}_pixel_indices"] = [np.column_stack([made["pixel"][r], made["depth"][r]]) for r in rows]
+        content[f"{kind}_points"] = [np.column_stack([made["xyz"][r], made["paint"][r]]) for r in rows]
+    read = VirtualPointsFiles().prepare("k", Foreground((saved(tmp_path / "k.pcd.bin.pkl", content),), ()))
+    for name, values in made.items():
+        np.testing.assert_array_equal(read[name], values)
+
+
 def test_no_mask_gives_no_row(tmp_path: Path) -> None:
     inputs = frame(tmp_path)
     assert SCHEMA.rows(SCHEMA.check(VirtualPoints().prepare("k", *inputs), "k")) == 0
