@@ -1,17 +1,19 @@
 """The three detectors on a GPU: key frames per second by batch size, in float32 and bfloat16, and each part's time.
 
-bfloat16 is autocast around the network, which no stage does: what it would cost shows as drift, the relative error of
-object features (and of the map) against float32, cut from both maps under the same boxes, those that float32 finds.
-Weights are `untrained:0`; with trained ones (`--weights bevdet=FILE`) the drift is theirs.
+bfloat16 is autocast around what makes the map, which no stage does; head and boxes are float32 in both. What it would
+cost shows as drift, the relative error of object features (and of the map) against float32, cut from both maps under
+the same boxes, those that float32 finds. Weights are `untrained:0`; with trained ones (`--weights bevdet=FILE`) the
+drift is theirs.
 
-Without `--root` key frames are made up: ten sweeps of a street's size, noise in six images, painted points. Parts are
-timed in passes of their own, since waiting for the GPU between parts takes time too; with `--quick` in the only pass.
-`--device cpu --quick` tries the script.
+Without `--root` key frames are made up: ten sweeps of a street's size (two with `--quick`), noise in six images,
+painted points. Parts are timed in passes of their own, since waiting for the GPU between parts takes time too; with
+`--quick` in the only pass. `--device cpu --quick` tries the script.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import tempfile
 import time
@@ -114,7 +116,7 @@ def painted(views: Cameras, sweeps: int, rng: np.random.RandomState, each: int =
     }
 
 
-def key_frames(count: int, root: str | None, folder: Path) -> Iterator[dict[str, Any]]:
+def key_frames(count: int, root: str | None, sweeps: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Inputs of so many key frames by kind, of nuScenes' (over again where there are fewer) or made up."""
     source: Any = None
     if root:
@@ -127,7 +129,7 @@ def key_frames(count: int, root: str | None, folder: Path) -> Iterator[dict[str,
         if source:
             lidar, views = (source.open(keys[i % len(keys)], kind) for kind in ("lidar", "cameras"))
         else:
-            lidar = LidarSweeps(sweep(rng, 0), tuple(sweep(rng, 0.05 * n) for n in range(1, 11)), 0, np.eye(4))
+            lidar = LidarSweeps(sweep(rng, 0), tuple(sweep(rng, 0.05 * n) for n in range(1, 1 + sweeps)), 0, np.eye(4))
             views = cameras(folder, rng)
         yield {"lidar": lidar, "cameras": views, "virtual_points": painted(views, 1 + len(lidar.before), rng)}
 
@@ -139,7 +141,8 @@ class Clock:
     """Seconds by part; waits for the GPU at both ends of each."""
 
     def __init__(self, device: str) -> None:
-        self.wait: Callable[[], Any] = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+        cuda = device.startswith("cuda")
+        self.wait: Callable[[], Any] = functools.partial(torch.cuda.synchronize, device) if cuda else lambda: None
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
@@ -191,14 +194,14 @@ class Detector:
     @inference
     def once(self, count: int, dtype: str, clock: Clock) -> tuple[torch.Tensor, list[Any]]:
         """One batch from prepared inputs to object features; the maps and what was found."""
-        with clock.part("all"), self.cast(dtype):
-            with clock.part("map"):
-                maps = self.body(self.prepared[:count])
+        with clock.part("all"):
+            with clock.part("map"), self.cast(dtype):
+                maps = self.body(self.prepared[:count]).float()
             with clock.part("head"):
                 found = [one.pick("score", self.extractor.objects) for one in self.head.find(maps)]
             with clock.part("crop"):
-                self.features(maps.float(), found)
-        return maps.float(), found
+                self.features(maps, found)
+        return maps, found
 
     def cast(self, dtype: str) -> contextlib.AbstractContextManager[Any]:
         if dtype == "float32":
@@ -233,7 +236,7 @@ def measure(detector: Detector, dtype: str, batches: Sequence[int], repeats: int
         try:
             if cuda:
                 torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+                torch.cuda.reset_peak_memory_stats(detector.device)
             times = []
             for number in range(-1, repeats):  # the first warms up
                 clock = Clock(detector.device)
@@ -249,7 +252,7 @@ def measure(detector: Detector, dtype: str, batches: Sequence[int], repeats: int
             break
         by_batch[str(count)] = {"key_frames_per_s": count / float(np.median(times))}
         if cuda:
-            by_batch[str(count)]["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            by_batch[str(count)]["peak_gib"] = torch.cuda.max_memory_allocated(detector.device) / 2**30
         inner = {name: clock.seconds[name] for name in PARTS[detector.name]}
         rest = clock.seconds["map"] - sum(inner.values())
         parts = {**inner, "rest of the map": rest, "head": clock.seconds["head"], "crop": clock.seconds["crop"]}
@@ -279,7 +282,7 @@ def main() -> None:
         figures["gpu"] = torch.cuda.get_device_name(options.device)
     ratios = {}
     with tempfile.TemporaryDirectory() as folder:
-        frames = list(key_frames(max(batches), options.root, Path(folder)))
+        frames = list(key_frames(max(batches), options.root, 2 if options.quick else 10, Path(folder)))
         for name in names:
             detector = Detector(name, weights.get(name, "untrained:0"), options.device, frames)
             found = {dtype: measure(detector, dtype, batches, 0 if options.quick else 7) for dtype in DTYPES}

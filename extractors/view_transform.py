@@ -98,7 +98,7 @@ def splat(depth: Tensor, context: Tensor, cells: Tensor, ground: Ground) -> Tens
         cells: (B, camera, depth, row, column) integers of `ground_cells`.
 
     Returns:
-        (B, C, ny, nx).
+        (B, C, ny, nx) float32, also of inputs in half precision.
     """
     batch, _, channels = context.shape[:3]
     nx, ny, _ = ground.size
@@ -106,10 +106,11 @@ def splat(depth: Tensor, context: Tensor, cells: Tensor, ground: Ground) -> Tens
     first = torch.arange(batch, device=cells.device)[:, None, None, None, None] * (nx * ny + 1)
     flat = (cells + first).movedim(2, 0).flatten(1)
     shares = depth.movedim(2, 0).reshape(len(flat), -1, 1)
-    sums = rows.new_zeros(batch * (nx * ny + 1), channels)
+    sums = rows.new_zeros(batch * (nx * ny + 1), channels, dtype=torch.float32)
     for index, share in zip(flat, shares, strict=True):
+        points = (rows * share).float()
         if sums.is_cuda:  # CUDA's index_add_ sums in an order of its own, other every time; this does not
-            sums.index_put_((index,), rows * share, accumulate=True)
+            sums.index_put_((index,), points, accumulate=True)
         else:
-            sums.index_add_(0, index, rows * share)
+            sums.index_add_(0, index, points)
     return sums.view(batch, -1, channels)[:, :-1].mT.reshape(batch, channels, ny, nx)

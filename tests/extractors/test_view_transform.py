@@ -32,6 +32,9 @@ def test_sums_are_those_of_a_loop_over_all_points() -> None:
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-5, atol=1e-5)
     alone = splat(torch.from_numpy(depth[1:]), torch.from_numpy(context[1:]), cells[1:], SMALL)
     assert torch.equal(alone[0], ours[1])
+    half = splat(torch.from_numpy(depth), torch.from_numpy(context).bfloat16(), cells, SMALL)
+    assert half.dtype == torch.float32
+    assert (half - ours).norm() < 5e-3 * ours.norm()
 
 
 @pytest.mark.parametrize(
