@@ -64,8 +64,8 @@ def read_masks(path: Path, size: tuple[int, int]) -> list[Instance]:
         names = names.astype(str)
     if names.dtype.kind not in "US" or scores.dtype.kind not in "fiu" or shapes.dtype.kind not in "bfiu":
         raise UnsupportedFile(
-            f"{path}: names of {names.dtype}, scores of {scores.dtype}, {kinds[0]} of {shapes.dtype}; expected text and "
-            "numbers"
+            f"{path}: names of {names.dtype}, scores of {scores.dtype}, {kinds[0]} of {shapes.dtype}; "
+            "expected text and numbers"
         )
     wanted = (size[1], size[0]) if kinds == ["masks"] else (4,)
     if names.ndim != 1 or scores.shape != names.shape or shapes.shape != (len(names), *wanted):

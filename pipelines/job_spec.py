@@ -189,8 +189,11 @@ class JobSpec(BaseModel):
             tables.append(made)
         known = set(getattr(source, "kinds", ()))
         for stage in stages if not faults else ():
-            strange = [entry for entry in stage.of if entry not in known]
-            faults += [f"stage {stage.name} takes {unknown('input', entry, known)}" for entry in strange]
+            for entry in (entry for entry in stage.of if entry not in known):
+                late = f"stage {entry!r}, which comes after it: put that first"
+                faults.append(
+                    f"stage {stage.name} takes {late if entry in self.stages else unknown('input', entry, known)}"
+                )
             known.add(stage.name)
         if faults:
             raise JobError(f"job {self.name}:\n  " + "\n  ".join(faults))

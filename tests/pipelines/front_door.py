@@ -29,7 +29,8 @@ class FrontDoor:
         """Write a job file; its path."""
         text = {"name": "test", "source": source, "stages": stages, "tables": tables or {}}
         path = self.folder / "job.yaml"
-        path.write_text(yaml.safe_dump({k: v for k, v in text.items() if v is not None}, allow_unicode=True))
+        given = {k: v for k, v in text.items() if v is not None}
+        path.write_text(yaml.safe_dump(given, allow_unicode=True, sort_keys=False))
         return str(path)
 
     def __call__(self, *argv: str) -> tuple[int, str, str]:
