@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from extractors.errors import InputError, InvalidValues, MissingFile, UnsupportedFile
+from extractors.errors import EmptyInput, InputError, InvalidValues, MissingFile, UnsupportedFile
 from extractors.inputs import Annotations, Camera, Cameras, Foreground, LidarScan, LidarSweeps, MaskFiles
 from pipelines.inputs import default_cache
 from pipelines.sources import nuscenes_infos, nuscenes_tables
@@ -74,7 +74,10 @@ class NuScenes:
 
         Raises:
             MissingFile: no tables, no such split, or a scene or sample that they do not have.
+            EmptyInput: tables without samples.
         """
+        if not self._index.row:
+            raise EmptyInput(f"{self._place}: no samples; get it again")
         for token in self.samples:
             self._known(token)
         keys = sorted(set(self.samples)) or list(self._index.row)
@@ -152,6 +155,10 @@ class NuScenes:
                     raise MissingFile(f"{self._place}: {self.dialect} have no annotations (the test split has none)")
                 if self._index.box_fault:
                     raise UnsupportedFile(f"sample {key}: {self._place}: {self._index.box_fault}")
+                pose = self._index.rows("lidar", key, 1).transforms("to_key")
+                if not (len(pose) and is_rigid(pose)):  # boxes went through it
+                    self._to_ego(key)  # which may know more
+                    raise InvalidValues(self._no_motion(key))
                 return self._annotations(key)
         raise ValueError(f"source nuscenes has no {kind!r}; it offers {', '.join(self.kinds)}")
 
@@ -160,9 +167,7 @@ class NuScenes:
         paths, to_key = self._paths(rows.text("file")), rows.transforms("to_key")
         to_ego = self._to_ego(key)
         if not is_rigid(to_key):
-            raise InvalidValues(
-                f"sample {key}: LIDAR_TOP: a pose or calibration is no rotation and translation; mend {self._place}"
-            )
+            raise InvalidValues(self._no_motion(key))
         here = [path.is_file() for path in paths]
         if not here[0]:
             raise MissingFile(f"sample {key}: LIDAR_TOP: {paths[0]}: no such file; get the archive that holds it")
@@ -252,6 +257,9 @@ class NuScenes:
                 f"sample {key}: LIDAR_TOP: the calibration is no rotation and translation; mend {self._place}"
             )
         return pose
+
+    def _no_motion(self, key: str) -> str:
+        return f"sample {key}: LIDAR_TOP: a pose or calibration is no rotation and translation; mend {self._place}"
 
     def _known(self, token: str) -> None:
         if token not in self._index.row:

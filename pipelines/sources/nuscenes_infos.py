@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def build(path: Path) -> dict[str, pa.Table]:
             f"{path}: no info file of nuScenes: sample {len(rows.tokens)} in order of tokens: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if twice := [a for a, b in pairwise(rows.tokens) if a == b]:
+        raise UnsupportedFile(f"{path}: sample {twice[0]} is there twice; make the file again")
     return rows.tables(dialect, annotated)
 
 

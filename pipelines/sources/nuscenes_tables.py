@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ class _Samples:
         scenes = {scene["token"]: scene["name"] for scene in _records(folder, "scene", "token", "name")}
         records = _records(folder, "sample", "token", "timestamp", "scene_token")
         records.sort(key=lambda record: record["token"])
+        if twice := [a["token"] for a, b in pairwise(records) if a["token"] == b["token"]]:
+            raise UnsupportedFile(f"{folder}/sample.json: token {twice[0]} is there twice; {_HINT}")
         self.tokens = pa.array([record["token"] for record in records], pa.string())
         self.scenes = [scenes.get(record["scene_token"], "") for record in records]
         self.times = np.array([record["timestamp"] for record in records], np.int64)
@@ -139,7 +142,9 @@ class _Calibration:
                 if record["camera_intrinsic"]:
                     self.intrinsic[i] = np.array(record["camera_intrinsic"], np.float64).reshape(9)
             except (ValueError, TypeError) as error:
-                raise UnsupportedFile(f"{folder}/calibrated_sensor.json: record {record['token']}: {error}") from error
+                raise UnsupportedFile(
+                    f"{folder}/calibrated_sensor.json: record {record['token']}: {error}; {_HINT}"
+                ) from error
 
 
 def _shots(folder: Path, samples: _Samples, calibration: _Calibration) -> dict[str, Any]:

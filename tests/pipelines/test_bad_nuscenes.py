@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -478,6 +479,71 @@ def test_a_split_without_annotations_leaves_their_stage_without_items(
     assert code == 0, out
     assert len(door.records("virtual_points")) == 2
     assert door.plan(path, "groundtruth") == {}
+
+
+def _spoilt_rotation(tables: dict[str, list[dict[str, Any]]], key: str) -> None:
+    (row,) = (r for r in tables["sample_data"] if r["sample_token"] == key and r["is_key_frame"] and _of_lidar(r))
+    (pose,) = (p for p in tables["ego_pose"] if p["token"] == row["ego_pose_token"])
+    pose["rotation"] = [0, 0, 0, 0]
+
+
+def _without_lidar(tables: dict[str, list[dict[str, Any]]], key: str) -> None:
+    tables["sample_data"] = [r for r in tables["sample_data"] if not (r["sample_token"] == key and _of_lidar(r))]
+
+
+def _spoilt_box(tables: dict[str, list[dict[str, Any]]], key: str) -> None:
+    next(r for r in tables["sample_annotation"] if r["sample_token"] == key)["translation"] = [0, 0, float("nan")]
+
+
+def _of_lidar(row: dict[str, Any]) -> bool:
+    return "/LIDAR_TOP/" in row["filename"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        (_spoilt_rotation, "InvalidValues", "LIDAR_TOP: a pose or calibration is no rotation and translation; mend"),
+        (_without_lidar, "UnsupportedFile", "the tables have no key frame of LIDAR_TOP"),
+        (_spoilt_box, "InvalidValues", "the box of annotation"),
+    ],
+)
+def test_a_wrong_record_of_a_table_costs_its_sample_alone(
+    change: Callable[[dict[str, list[dict[str, Any]]], str], None], kind: str, text: str, door: FrontDoor,
+    spoil: Callable[..., Drive],
+) -> None:  # fmt: skip
+    drive = spoil("a", "bad", "b")
+    folder = drive.root / VERSION
+    tables = {name: read_table(folder, name) for name in ("sample_data", "ego_pose", "sample_annotation")}
+    change(tables, drive.key["bad"])
+    for name, records in tables.items():
+        write_table(folder, name, records)
+    path = door.job(source(drive), {"groundtruth": {"vectors": "untrained:0", "keep": "all"}})
+    assert door("run", path)[0] == 3
+    assert_named(door, "groundtruth", drive, {"bad": (kind, text)})
+    assert set(drive.label(door.records("groundtruth"))) == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("sample", lambda records: records.append(records[0]), "sample.json: token .* is there twice; download"),
+        ("sample", lambda records: records.clear(), "v1.0-mini: no samples; get it again"),
+        ("sample_data", lambda records: records.clear(), "sample_data.json: no records"),
+        ("calibrated_sensor", lambda records: records[0].update(translation=[0, 0]), "record .* shape .*; download"),
+        ("sample_annotation", lambda records: records[0].update(size=[1, 2]), "a size has other than 3 numbers"),
+        ("sample_annotation", lambda records: records[0].pop("size"), "1 records have no 'size'; download"),
+    ],
+)
+def test_a_table_of_another_form_is_named_and_nothing_runs(
+    name: str, change: Callable[[list[dict[str, Any]]], Any], text: str, door: FrontDoor, spoil: Callable[..., Drive]
+) -> None:
+    drive = spoil()
+    records = read_table(drive.root / VERSION, name)
+    change(records)
+    write_table(drive.root / VERSION, name, records)
+    stages = {"groundtruth": {"vectors": "untrained:0"}}
+    code, out, err = door("run", door.job({"type": "nuscenes", "root": "drive"}, stages))
+    assert (code, bool(re.search(text, err))) == (2, True), (code, out, err)
 
 
 def test_another_record_s_token_is_told_to_be_one(door: FrontDoor, spoil: Callable[..., Drive]) -> None:

@@ -88,6 +88,7 @@ def test_a_wrong_setting_names_its_neighbours(write: Callable[[str], Path]) -> N
         ("type: folder", "type: folders", r"unknown source 'folders'; did you mean folder\?"),
         ("batch: 3", "batch: 0", r"stages.more.batch: .*greater than or equal to 1"),
         ("of: [fake]", "of: [fakes]", r"stage more takes unknown input 'fakes'; did you mean fake\?"),
+        ("of: [fake]", "of: [more]", r"stage more takes stage 'more', which comes after it: put that first"),
         ("of: [fake]", "of: [fake, fake]", r"fake takes \('scan',\), 'of' gives"),
         ("objects: 4", "objects: four", r"fake.objects = 'four': .*valid integer"),
         ("{objects: 4}", "4", r"expected settings as `key: value`, this is 4"),
