@@ -123,9 +123,6 @@ def spoil(whole: Path, tmp_path: Path) -> Callable[..., Drive]:
 
 @pytest.fixture
 def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FrontDoor:
-    import torch
-
-    torch.set_num_threads(1)
     return FrontDoor(tmp_path, monkeypatch)
 
 
