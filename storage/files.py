@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,9 @@ from typing import Any
 
 from storage.errors import CacheError, StoreUnwritable
 
+_FLOW_S = 0.02  # between two fsyncs of a file that grows
 TEMPORARY = ".tmp-"
+_TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{16}")
 RESERVED = {"manifest", "recipes", "locks", "runs"}
 
 
@@ -108,7 +111,8 @@ class Folder:
             StoreUnwritable: disk full, read-only, no permission; the temporary file is gone.
         """
         with unwritable(self.path(folder)), self._temporary(folder) as temporary:
-            name = "/".join(filter(None, [folder, write(temporary)]))
+            with _flowing(temporary):
+                name = "/".join(filter(None, [folder, write(temporary)]))
             size = os.path.getsize(temporary)
             if self.local is None:
                 self.fs.put_file(temporary, self.path(name))
@@ -143,7 +147,7 @@ class Folder:
         try:
             yield str(temporary)
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # renamed; or the disk lets nothing be removed either: `gc` does that later
                 os.unlink(temporary)
 
     def read(self, name: str) -> bytes:
@@ -200,6 +204,18 @@ class Folder:
                     found[name] = FileInfo(entry["size"], when.timestamp() if hasattr(when, "timestamp") else 0.0)
         return found
 
+    def temporary(self) -> dict[str, FileInfo]:
+        """Temporary files of `put_new` anywhere in the store, of writers at work or killed; {} under a URL."""
+        found: dict[str, FileInfo] = {}
+        for folder in self.folders() if self.local is not None else ():
+            inner = [folder]
+            if folder == "manifest":
+                inner += [f"{folder}/{name}" for name in Folder(self.path(folder)).folders()]
+            for name in inner:
+                files = self.files(name)
+                found |= {path: info for path, info in files.items() if _TEMPORARY_NAME.fullmatch(path.split("/")[-1])}
+        return found
+
 
 def sync(path: str | os.PathLike[str]) -> None:
     """fsync a file or a folder."""
@@ -208,6 +224,35 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _flowing(path: str) -> Iterator[None]:
+    """Send a file to the disk while it is being written, so that the fsync at its end has little to wait for.
+
+    An error of the disk is told only once, to whoever syncs first, so what happens here is raised at the end.
+    """
+    written, failed = threading.Event(), []
+
+    def flow() -> None:
+        while not written.wait(_FLOW_S):
+            try:
+                sync(path)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                failed.append(error)
+                return
+
+    thread = threading.Thread(target=flow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        written.set()
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 @contextmanager
@@ -224,9 +269,14 @@ def unwritable(path: str) -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and error.errno == errno.ENOENT:
             raise
         raise StoreUnwritable(
-            f"can't write {path}: {error} ({free_space(path)}). Make room or give a store on another disk, then run "
+            f"can't write {path}: {plain(error)} ({free_space(path)}). Make room or give a store on another disk, then run "
             "again: what was committed before is kept"
         ) from error
+
+
+def plain(error: Exception) -> str:
+    """An error's text on one line, without the colours that deltalake puts into it."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
 
 
 def free_space(path: str) -> str:

@@ -57,7 +57,8 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
                 output.check()
     if schema.compress:
         return False
-    prove(read(Folder(os.path.dirname(path)), os.path.basename(path), ("proof",), mapped=True), records, path)
+    shard = read(Folder(os.path.dirname(path)), os.path.basename(path), ("proof",), mapped=True)
+    prove(shard, records, path, sorted({0, len(records) - 1}) if records else [])
     return True
 
 

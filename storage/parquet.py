@@ -94,7 +94,9 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
             file.write_table(table.slice(first, stop - first), row_group_size=stop - first)
     if schema.compress:
         return False
-    prove(read(Folder(os.path.dirname(path)), os.path.basename(path), ("proof",), mapped=True), records, path)
+    shard = read(Folder(os.path.dirname(path)), os.path.basename(path), ("proof",), mapped=True)
+    ends = np.searchsorted(np.cumsum(counts), stops)  # the record that ends each group
+    prove(shard, records, path, sorted({0, *ends.tolist(), *(ends[:-1] + 1).tolist()}) if stops else [])
     return True
 
 

@@ -171,6 +171,21 @@ class TestParquet(ShardFormatContract):
             write(tmp_path, schema, {"a": {"feature": np.ones((100, 512), np.float16)}})
         assert list((tmp_path / "fake").iterdir()) == []
 
+    def test_the_mapping_of_every_row_group_is_proven(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        schema = Schema({"feature": Column((512,), "float16")}, "object")
+        rng = np.random.default_rng(0)
+        records = {str(i): {"feature": rng.random((80, 512)).astype(np.float16)} for i in range(200)}
+        last = records["199"]["feature"].tobytes()
+
+        def changed(path: str) -> object:
+            data = Path(path).read_bytes()
+            place = data.rindex(last[-1024:])
+            return shards.pa.py_buffer(data[:place] + bytes(1024) + data[place + 1024 :])
+
+        monkeypatch.setattr(parquet, "map_file", changed)
+        with pytest.raises(CorruptShard, match="'feature' reads back differently from row 15920 on"):
+            write(tmp_path, schema, records)
+
     def test_one_key_of_a_compressed_shard_decodes_a_part_of_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 import storage
-from storage import Column, Manifest, Schema, SchemaError, ShardWriter, StoreUnwritable, parquet, read_record
+from storage import Column, Manifest, Schema, SchemaError, ShardWriter, StoreUnwritable, files, parquet, read_record
 from storage.verify import gc, verify
 from tests.storage import small_store
 from tests.storage.small_store import OBJECTS, assert_same, fill, objects, row, temporary_files
@@ -276,3 +277,32 @@ def test_a_store_under_an_fsspec_url_gets_whole_shards_and_no_temporary_files() 
     rows = writer.flush()
     assert [name.rsplit("/", 2)[-2:] for name in fs.find("/scenecache-writer")] == [rows[0].shard.split("/")]
     assert_same(read_record(url, rows[0]), objects(3))
+
+
+def test_an_error_of_the_disk_while_a_shard_is_being_written_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells of a failed write-back once; whoever asks next is told that all is well."""
+    told: list[str] = []
+    sync = files.sync
+
+    def once(path: str | os.PathLike[str]) -> None:
+        if files.TEMPORARY in str(path) and not told:
+            told.append(str(path))
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    def slow(*args: Any) -> bool:
+        written = parquet_write(*args)
+        while not told:  # until the file was synced beside the writing
+            time.sleep(0.001)
+        return written
+
+    parquet_write = parquet.write
+    monkeypatch.setattr(parquet, "write", slow)
+    monkeypatch.setattr(files, "sync", once)
+    writer = writer_with(tmp_path, 1)
+    with pytest.raises(StoreUnwritable, match=os.strerror(errno.EIO)):
+        writer.flush()
+    assert temporary_files(tmp_path) == []
+    assert len(writer.flush()) == 1
