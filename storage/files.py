@@ -269,8 +269,8 @@ def unwritable(path: str) -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and error.errno == errno.ENOENT:
             raise
         raise StoreUnwritable(
-            f"can't write {path}: {plain(error)} ({free_space(path)}). Make room or give a store on another disk, then run "
-            "again: what was committed before is kept"
+            f"can't write {path}: {plain(error)} ({free_space(path)}). Make room or give a store on another disk, then "
+            "run again: what was committed before is kept"
         ) from error
 
 

@@ -31,7 +31,7 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
 from storage.errors import StoreNotFound
-from storage.files import Folder, check_item, check_stage, storable, sync, unwritable
+from storage.files import Folder, check_item, check_stage, plain, storable, sync, unwritable
 from storage.fingerprint import recipe_id
 
 EMPTY = -1  # snapshot of a store that has no manifest yet
@@ -413,17 +413,21 @@ def _transact(table: DeltaTable, actions: Sequence[AddAction | RemoveAction], re
 
 def _look(url: str, version: int | None) -> _Snapshot:
     """Read the table's log; an absent table is an empty one."""
+    if version is not None and not EMPTY <= version < 1 << 63:  # deltalake counts in 64 bits
+        raise StoreNotFound(f"{url.removesuffix('/manifest')}: there can't be a snapshot {version}")
     if _runtime not in (None, os.getpid()):
         return _look_elsewhere(url, version)
     try:
-        table = _delta(url, version)
+        table = _delta(url, None if version == EMPTY else version)
     except TableNotFoundError:
         if version in (None, EMPTY):
             return _Snapshot(EMPTY, "", ())
         raise StoreNotFound(f"no store at {url.removesuffix('/manifest')}, so no snapshot {version}") from None
     except DeltaError as error:
         what = "the newest snapshot" if version is None else f"snapshot {version}"
-        raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: {error}") from error
+        raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: {plain(error)}") from error
+    if version == EMPTY:
+        raise StoreNotFound(f"{url.removesuffix('/manifest')} has no snapshot {version}: the first is 0")
     listed = pa.table(table.get_add_actions(flatten=True))
     names = ("path", "partition.stage", "size_bytes", "num_records", "min.item", "max.item")
     columns = [listed[n].to_pylist() if n in listed.column_names else [None] * len(listed) for n in names]

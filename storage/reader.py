@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from storage import lock as lock_file
 from storage.errors import CorruptShard, RecordMissing, StoreNotFound
 from storage.files import Folder
 from storage.manifest import EMPTY, Manifest, Row
@@ -37,18 +38,23 @@ def open(
         lock: a file that `Cache.lock` wrote: reads the snapshot it names (of `url` where that is given too).
 
     Raises:
-        StoreNotFound: no such store or snapshot, or the lock is of another store.
+        StoreNotFound: no such store or snapshot, no such lock file, or the lock is of another store.
+        ValueError: `snapshot` and the lock name different ones.
     """
-    id = ""
-    if lock is not None:
-        named = json.loads(Path(lock).read_text())
-        url, snapshot, id = url or named["url"], named["snapshot"], named["manifest"]
-    if url is None:
-        raise TypeError("give the store's url, or lock=FILE")
-    cache = Cache(url, snapshot)
-    if id and cache.manifest.id != id:
+    if lock is None:
+        if url is None:
+            raise TypeError("give the store's url, or lock=FILE")
+        return Cache(url, snapshot)
+    named = lock_file.read(lock)
+    if snapshot not in (None, named.snapshot):
+        raise ValueError(
+            f"snapshot={snapshot}, but {os.fspath(lock)} names snapshot {named.snapshot}: give one of the two"
+        )
+    cache = Cache(named.url if url is None else url, named.snapshot)
+    if cache.manifest.id != named.manifest:
         raise StoreNotFound(
-            f"{lock} is of another store than {cache.url}: it names manifest {id}, here is {cache.manifest.id}"
+            f"{os.fspath(lock)} is of another store than {cache.url}: it names manifest {named.manifest}, here is "
+            f"{cache.manifest.id}"
         )
     return cache
 
@@ -82,6 +88,15 @@ class Cache:
         """Move on to the newest snapshot. `Records` taken before stay where they are."""
         self.manifest = Manifest(self.url)
         self._records = {}
+
+    def __contains__(self, stage: object) -> bool:
+        return stage in self.stages
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stages)
+
+    def __len__(self) -> int:
+        return len(self.stages)
 
     def __getitem__(self, stage: str) -> Records:
         if stage not in self._records:

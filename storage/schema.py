@@ -41,7 +41,7 @@ class Column:
         unit: physical unit, `m`, `rad`, `s`, `px`; empty where there is none.
         frame: coordinate frame, `scan` (as in the file) or `aligned` (axis-aligned) ...
         nullable: floats only: NaN is stored as null (a missing value with a reason elsewhere).
-        doc: one line on what it is.
+        doc: one line on what it is; columns that differ in it alone are equal, so that it can be reworded.
     """
 
     dims: tuple[int | None, ...] = ()
@@ -49,7 +49,7 @@ class Column:
     unit: str = ""
     frame: str = ""
     nullable: bool = False
-    doc: str = ""
+    doc: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in _TEXT and np.dtype(self.dtype).name not in _NUMBERS:

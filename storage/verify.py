@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from storage import lock
 from storage.errors import CacheError, CorruptShard, StoreNotFound
-from storage.files import RESERVED, FileInfo
+from storage.files import RESERVED, FileInfo, Folder
 from storage.fingerprint import record_digest
 from storage.manifest import EMPTY, ROW_COLUMNS, Manifest, Row
 from storage.reader import read_record
@@ -82,7 +81,7 @@ def verify(url: str | os.PathLike[str], deep: bool = False, mark: bool = True) -
         StoreUnwritable: the marks can't be written.
     """
     manifest = _existing(url)
-    files = _shard_files(manifest)
+    files = _shard_files(manifest.folder)
     named: set[str] = set()
     faults: list[tuple[Row, str]] = []
     records = size = 0
@@ -110,12 +109,12 @@ def _existing(url: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
-def _shard_files(manifest: Manifest) -> dict[str, FileInfo]:
+def _shard_files(store: Folder) -> dict[str, FileInfo]:
     """All files in the folders of stages, those of stages without rows too."""
     found: dict[str, FileInfo] = {}
-    for folder in manifest.folder.folders():
+    for folder in store.folders():
         if folder not in RESERVED and not folder.startswith("."):
-            found |= manifest.folder.files(folder)
+            found |= store.files(folder)
     return found
 
 
@@ -182,15 +181,29 @@ def gc(
     lock files name (in the store's `locks` folder, and `locks`). No file younger than `orphan_days` is removed: it may
     be of a run that has not committed yet.
 
+    Where nothing was ever committed there is no manifest to go by: of such a store only the temporary files of killed
+    writers are removed.
+
     Args:
         dry_run: only say what would be removed.
         locks: further lock files, written by `Cache.lock`.
 
     Raises:
-        StoreNotFound: there is no store, or a lock names a snapshot that is not there; nothing was removed.
+        StoreNotFound: there is no store, or a lock file is not there, is none, or names a snapshot that is not there;
+            nothing was removed.
         StoreUnwritable: a file can't be removed.
     """
-    files = _shard_files(_existing(url))  # listed before the manifest is read: what is committed meanwhile is kept
+    old = time.time() - orphan_days * _DAY
+    store = Folder(url)
+    writing = store.temporary()
+    temporary = {name: info.size for name, info in sorted(writing.items()) if info.mtime < old}
+    begun = writing or store.files("recipes")  # else it is a folder of something else, not to be touched
+    if begun and not locks and Manifest(url).snapshot == EMPTY:
+        if not dry_run:
+            _delete(store, temporary, old)
+        return GcReport(temporary, (), len(_shard_files(store).keys() - temporary.keys()), dry_run)
+    # Files are listed before the manifest is read: what is committed meanwhile is kept.
+    files = _shard_files(_existing(url).folder)
     manifest = _existing(url)
     locked = _locked(manifest, locks)
     keep: set[str] = set()
@@ -201,29 +214,31 @@ def gc(
     if oldest != manifest.snapshot:
         keep |= _read_by(Manifest(url, oldest))
         keep |= _committed_since(manifest, cutoff - timedelta(hours=1))  # rows are dated just before their commit
-    old = time.time() - orphan_days * _DAY
-    remove = {name: info.size for name, info in sorted(files.items()) if name not in keep and info.mtime < old}
+    orphans = {name: info.size for name, info in sorted(files.items()) if name not in keep and info.mtime < old}
     unread = manifest.vacuum(max(keep_days, orphan_days) * 24, sorted({*locked, oldest}), dry_run)
+    remove = orphans | temporary
     if not dry_run:
-        for name in remove:
-            if manifest.folder.files_changed(name) < old:  # a run may have written the same shard again since
-                manifest.folder.delete(name)
-    return GcReport(remove, tuple(unread), len(files) - len(remove), dry_run)
+        _delete(manifest.folder, remove, old)
+    return GcReport(remove, tuple(unread), len(files) - len(orphans), dry_run)
+
+
+def _delete(folder: Folder, names: Iterable[str], old: float) -> None:
+    for name in names:
+        if folder.files_changed(name) < old:  # a run may have written the same shard again since
+            folder.delete(name)
 
 
 def _locked(manifest: Manifest, locks: Sequence[str | os.PathLike[str]]) -> dict[int, str]:
     """Snapshots that lock files name -> the file."""
-    texts = {os.fspath(path): Path(path).read_text(encoding="utf8") for path in locks}
+    named = {os.fspath(path): lock.read(path) for path in locks}
     for name in manifest.folder.files("locks"):
         if name.endswith(".json"):
-            texts[manifest.folder.path(name)] = manifest.folder.read(name).decode()
-    found: dict[int, str] = {}
-    for path, text in texts.items():
-        lock = json.loads(text)
-        if lock["manifest"] != manifest.id:
+            path = manifest.folder.path(name)
+            named[path] = lock.parse(manifest.folder.read(name).decode(errors="replace"), path)
+    for path, one in named.items():
+        if one.manifest != manifest.id:
             raise StoreNotFound(f"lock {path} is of another store; remove it or leave it out, then run gc again")
-        found[lock["snapshot"]] = path
-    return found
+    return {one.snapshot: path for path, one in named.items()}
 
 
 def _read_by(manifest: Manifest) -> set[str]:

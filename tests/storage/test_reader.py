@@ -381,3 +381,51 @@ def test_a_cache_says_what_it_is(store: Path) -> None:
     assert isinstance(cache, Cache)
     assert repr(cache) == f"Cache('{store}', snapshot={cache.snapshot}, stages=['caption', 'objects'])"
     assert repr(cache["objects"]) == f"Records('objects', all columns, snapshot={cache.snapshot})"
+
+
+def test_a_snapshot_beside_a_lock_must_be_the_one_it_names(store: Path, tmp_path: Path) -> None:
+    cache = storage.open(store)
+    path = cache.lock(tmp_path / "run.lock.json")
+    assert storage.open(store, snapshot=cache.snapshot, lock=path).snapshot == cache.snapshot
+    with pytest.raises(ValueError, match=f"snapshot=2, but .*run.lock.json names snapshot {cache.snapshot}"):
+        storage.open(store, snapshot=2, lock=path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", "3", "", "{", "\xff", '{"url": "x", "snapshot": "2", "manifest": "m"}', '{"url": "x", "snapshot": 2}'],
+)
+def test_what_is_no_lock_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    (tmp_path / "odd.json").write_text(text, encoding="latin1")
+    with pytest.raises(StoreNotFound, match=r"odd\.json is no lock file"):
+        storage.open(lock=tmp_path / "odd.json")
+
+
+def test_a_lock_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(StoreNotFound, match=f"can't read the lock file {re.escape(str(path))}: "):
+            storage.open(lock=path)
+
+
+@pytest.mark.parametrize("snapshot", [-1, -2, 77, 1 << 63, 1 << 70])
+def test_a_snapshot_that_is_not_there_is_an_error(store: Path, snapshot: int) -> None:
+    with pytest.raises(StoreNotFound, match=str(snapshot)):
+        storage.open(store, snapshot=snapshot)
+
+
+def test_a_cache_is_a_collection_of_its_stages(store: Path) -> None:
+    cache = storage.open(store)
+    assert list(cache) == cache.stages == ["caption", "objects"]
+    assert len(cache) == 2
+    assert "objects" in cache
+    assert "object" not in cache
+    assert 0 not in cache
+
+
+def test_a_column_described_in_other_words_reads_the_same_records(store: Path) -> None:
+    reworded = {name: replace(column, doc="in other words") for name, column in OBJECTS.columns.items()}
+    found = storage.open(store)["objects"].row("scene0003")
+    assert_same(storage.read_record(store, found, Schema(reworded, "object")), objects(3, seed=3))
+    other = {name: replace(column, unit="px") for name, column in OBJECTS.columns.items()}
+    with pytest.raises(CorruptShard, match="expected"):
+        storage.read_record(store, found, Schema(other, "object"))

@@ -315,3 +315,51 @@ def test_times_of_commits_can_be_asked_for(store: Path) -> None:
     manifest = Manifest(store)
     assert manifest.snapshot_at(datetime.now(UTC) + timedelta(minutes=1)) == manifest.snapshot
     assert manifest.snapshot_at(datetime.now(UTC) - timedelta(days=100)) == 0
+
+
+@pytest.mark.parametrize("folder", ["objects", "recipes", "runs", "locks", "manifest", "manifest/stage=objects"])
+def test_gc_removes_what_killed_writers_left_in_any_folder(store: Path, folder: str) -> None:
+    (store / folder).mkdir(exist_ok=True)
+    old, new = (store / folder / f".tmp-{process}-0123456789abcdef" for process in (17, 4711))
+    for path, days in ((old, 1.1), (new, 0.9)):
+        path.write_bytes(b"123")
+        aged(path, days)
+    expected = {f"{folder}/{old.name}": 3}
+    assert gc(store, dry_run=True).removed == expected
+    assert old.exists()
+    report = gc(store)
+    assert (report.removed, report.kept) == (expected, 3 if folder == "objects" else 2)
+    assert not old.exists()
+    assert new.exists()
+    assert verify(store, deep=True).faults == ()
+
+
+def test_of_a_store_without_a_commit_gc_removes_old_temporary_files_alone(tmp_path: Path) -> None:
+    names = ["video/.tmp-17-0123456789abcdef", "video/.tmp-18-0123456789abcdef", "video/1a.h5", "recipes/ab.json"]
+    for name, days in zip(names, (400, 0.5, 400, 400), strict=True):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"123")
+        aged(tmp_path / name, days)
+    assert gc(tmp_path, dry_run=True).removed == {names[0]: 3}
+    assert (tmp_path / names[0]).exists()
+    report = gc(tmp_path)
+    assert (report.removed, report.kept) == ({names[0]: 3}, 2)
+    assert [name for name in names if (tmp_path / name).exists()] == names[1:]
+    assert gc(tmp_path).removed == {}
+    with pytest.raises(StoreNotFound, match="it has no manifest"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["given", "in the store"])
+def test_a_lock_file_that_is_none_stops_gc_before_it_removes(store: Path, tmp_path: Path, where: str) -> None:
+    orphan = store / "objects" / "old.parquet"
+    orphan.write_bytes(b"123")
+    aged(orphan, 30)
+    (store / "locks").mkdir()
+    path = tmp_path / "odd.txt" if where == "given" else store / "locks" / "odd.json"
+    path.write_text("{}")
+    with pytest.raises(StoreNotFound, match="odd.* is no lock file"):
+        gc(store, locks=[path] if where == "given" else [])
+    with pytest.raises(StoreNotFound, match="can't read the lock file /nope: No such file"):
+        gc(store, locks=["/nope"])
+    assert orphan.exists()

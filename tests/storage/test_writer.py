@@ -22,6 +22,7 @@ import pytest
 
 import storage
 from storage import Column, Manifest, Schema, SchemaError, ShardWriter, StoreUnwritable, files, parquet, read_record
+from storage.files import unwritable
 from storage.verify import gc, verify
 from tests.storage import small_store
 from tests.storage.small_store import OBJECTS, assert_same, fill, objects, row, temporary_files
@@ -306,3 +307,26 @@ def test_an_error_of_the_disk_while_a_shard_is_being_written_is_not_lost(
         writer.flush()
     assert temporary_files(tmp_path) == []
     assert len(writer.flush()) == 1
+
+
+def test_an_error_of_the_disk_is_one_plain_line() -> None:
+    with pytest.raises(StoreUnwritable) as raised, unwritable("/store/manifest"):
+        raise OSError("\x1b[31mGeneric error\x1b[0m:\n   \x1b[1;38;5;4mno space\x1b[m  left\n")
+    assert str(raised.value).startswith("can't write /store/manifest: Generic error: no space left (")
+
+
+def test_where_a_temporary_file_cannot_be_removed_the_first_error_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = writer_with(tmp_path, 1)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read_only(*args: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "unlink", read_only)
+    with pytest.raises(StoreUnwritable, match=os.strerror(errno.ENOSPC)):
+        writer.flush()
