@@ -52,12 +52,18 @@ class MapDataset(Dataset[Sample]):
 
         Raises:
             RecordMissing: `data` lacks one of the keys.
+            TypeError: `data` is something else, such as a whole cache.
         """
+        joined = getattr(data, "records", None)  # Join and Lookup
+        if joined is None and not hasattr(data, "schema"):
+            raise TypeError(
+                f"{type(data).__name__} has no records to read: give those of a stage, such as cache['votenet'], or "
+                "several, cache.join('votenet', 'bev_grid') or a Lookup"
+            )
         self.data = data
         self.keys = sorted(data) if keys is None else list(keys)
         if keys is not None and (missing := [key for key in self.keys if key not in data]):
             raise RecordMissing(f"{len(missing)} of {len(self.keys)} keys have no record, the first is {missing[0]!r}")
-        joined = getattr(data, "records", None)  # Join and Lookup
         self.schema: Schema | Mapping[str, Schema] = (
             data.schema if joined is None else {records.stage: records.schema for records in joined}  # type: ignore[attr-defined]
         )

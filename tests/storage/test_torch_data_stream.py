@@ -315,3 +315,11 @@ def test_rank_and_world_size_come_from_torch_distributed(url, tmp_path):
 def test_storage_itself_does_not_import_torch():
     code = "import sys, storage, storage.lookup, storage.order; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("what", ["cache", "dict"])
+def test_a_whole_cache_is_refused_with_what_to_give_instead(url, what):
+    data = storage.open(url) if what == "cache" else {"a": {"feature": np.zeros(3)}}
+    for read in (lambda: Stream(data, 2), lambda: MapDataset(data)):
+        with pytest.raises(TypeError, match=r"no records to read: give those of a stage, such as cache\['votenet'\]"):
+            read()
