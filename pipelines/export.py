@@ -45,12 +45,17 @@ def main(
     width: int | None,
     as_json: bool,
 ) -> None:
-    """Export and say what was written."""
+    """Export and say what was written; arguments as on the command line and for `export`."""
     if form not in FORMATS:
         raise JobError(unknown("format", form, FORMATS))
     if width is not None and form != "nuscenes-qa":
         raise JobError(f"--width goes with --format nuscenes-qa, not {form}")
-    records = open_store(store)[stage]
+    cache = open_store(store)
+    if out.resolve().is_relative_to(Path(cache.url).resolve()):
+        raise JobError(
+            f"{out} is inside the store {cache.url}, where gc removes what no record needs: give another folder"
+        )
+    records = cache[stage]
     if columns:
         records = records.select(*columns)
     files = export(records, out, form, items, width)
@@ -79,7 +84,7 @@ def export(
 
     Raises:
         RecordMissing: no record of a key that was asked for.
-        JobError: the records do not fit the format.
+        JobError: the records do not fit the format, or a file stands where the folder should be.
     """
     suffix, write = FORMATS[form]
     files = file_names(items or list(records), suffix)
@@ -90,7 +95,11 @@ def export(
     if form == "nuscenes-qa":
         nuscenes_qa_npz.check(files, records.schema, width)
         write = partial(nuscenes_qa_npz.write, width=width)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (out, *out.parents) if path.exists())
+        raise JobError(f"{file} is a file: export writes a folder of files, one an item") from error
     for key, name in files.items():
         part = out / f".part-{os.getpid()}{suffix}"
         try:

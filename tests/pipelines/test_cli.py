@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import h5py
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import typer
 
 import pipelines.__main__ as command
 import storage
@@ -385,3 +388,55 @@ def test_a_long_reason_is_printed_whole(call: Call) -> None:
     call("run", "rooms.yaml")
     out = call("plan", "rooms.yaml", "fake.objects=5", "fake.width=32", "fake.scale=2")[1]
     assert "settings changed: objects 4 -> 5, scale 1.0 -> 2.0, width 16 -> 32" in out
+
+
+def test_an_export_onto_a_file_or_into_the_store_is_refused(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    (folder / "taken").write_text("mine")
+    for out, text in (
+        ("taken", "taken is a file: export writes a folder"),
+        ("taken/below/it", "taken is a file: export writes a folder"),
+        ("store/exported", "is inside the store"),
+        ("store", "is inside the store"),
+    ):
+        code, _, err = call("export", "fake", out)
+        assert code == 2
+        assert text in err
+        assert err.count("\n") == 1
+    assert (folder / "taken").read_text() == "mine"
+    assert not (folder / "store" / "exported").exists()
+
+
+def test_gc_of_an_odd_lock_or_of_an_empty_store_is_one_line(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    (folder / "odd.json").write_text("{}")
+    for path, text in (("none.json", "can't read the lock file none.json"), ("odd.json", "odd.json is no lock file")):
+        code, _, err = call("gc", "--lock", path)
+        assert code == 2
+        assert text in err
+        assert err.count("\n") == 1
+    (folder / "begun" / "recipes").mkdir(parents=True)
+    (folder / "begun" / "recipes" / "ab.json").write_text("{}")
+    code, out, _ = call("gc", "--store", "begun")
+    assert code == 0
+    assert "0 files removed" in out
+
+
+def documented_commands() -> list[list[str]]:
+    """The words of every `scenecache ...` in code of the README and the docs."""
+    root = Path(command.__file__).parents[1]
+    found = []
+    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        text = page.read_text(encoding="utf8").replace("\\\n", " ")
+        fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        lines = re.findall(r"^scenecache (.*)", "".join(fenced), re.MULTILINE)
+        lines += re.findall(r"^ {4}scenecache (.*)", text, re.MULTILINE)
+        found += [shlex.split(line, comments=True) for line in lines]
+    return found
+
+
+@pytest.mark.parametrize("words", documented_commands(), ids=" ".join)
+def test_documented_commands_are_understood(words: list[str]) -> None:
+    verb, *rest = words
+    known = typer.main.get_command(command.app).commands[verb]  # type: ignore[attr-defined]
+    known.make_context(verb, rest)  # raises for an option or an argument that there is not
