@@ -330,7 +330,7 @@ def _read_torch(path: Path) -> Any:
                     f"{path}: a plain pickle (as detectron2 keeps arrays), which is not read. Where you trust the "
                     f"file, save its arrays with torch.save as tensors by name"
                 ) from error
-            reason = (str(error).strip() or type(error).__name__).partition(". ")[0]
+            reason = f"{type(error).__name__}: {str(error).strip()}".removesuffix(": ").partition(". ")[0]
             raise WeightsError(
                 f"{path}: no checkpoint that can be read without running code from it, or a damaged one ({reason}); "
                 f"expected what torch.save writes for a state_dict. Is the download complete?"

@@ -149,3 +149,9 @@ def test_seeded_weights_keep_activations_at_their_size() -> None:
     seeded_init(layers, 0)
     size = layers(torch.randn(100, 256)).square().mean().sqrt().item()
     assert 0.3 < size < 3
+
+
+def test_a_text_file_is_refused_with_the_kind_of_error(tmp_path: Path) -> None:
+    (tmp_path / "text.pth").write_text("epoch 1 loss 0.3\n")
+    with pytest.raises(WeightsError, match=r"text\.pth: no checkpoint .*\([A-Za-z]+Error: .+\)"):
+        read_state(tmp_path / "text.pth")
