@@ -208,7 +208,7 @@ class BevDetector(Detector):
         if self.give != "objects":
             return found
         feature = Column((grid.channels,), self.dtype, doc=f"{self.pool} of the map under the box")
-        valid = Column((), "bool", doc="false where the box lies off the map; its feature is zeros")
+        valid = Column((), "bool", doc="false where the box lies off the map (`extractors.crop`)")
         return Schema({"feature": feature, **found.columns, "valid": valid}, element="object")
 
     def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
