@@ -24,7 +24,8 @@ from storage.schema import Record
 
 _EDGES = [(0, 1), (1, 2), (2, 3), (3, 0)]  # of one face of a box, in the official corner order
 _BOXES = 12  # detections drawn, the most object-like ones
-_FRAMES = 12  # frames on a contact sheet
+_FRAMES = 12  # frames on a contact sheet, at most
+_SHEET = 960  # its width in pixels
 _COLUMNS = ("item", "status", "rows", "bytes", "seconds", "recipe", "error_class", "error_text")
 
 
@@ -42,14 +43,15 @@ def write(url: str | os.PathLike[str], path: str | os.PathLike[str], scenes: int
     runs = run_log.load(url)
     stages = {name: cache.manifest.latest(name, _COLUMNS) for name in cache.stages}
     questions = _questions(cache)
+    untrained = [name for name, table in stages.items() if _untrained(cache, table)]
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=select_autoescape(["html"]))
     page = environment.get_template("report.html").render(
         url=cache.url,
         snapshot=cache.snapshot,
         runs=runs[-2:],
         stages=[_stage(name, table) for name, table in stages.items()],
-        untrained=[name for name, table in stages.items() if _untrained(cache, table)],
-        scenes=[_scene(cache, key, questions.get(key, [])) for key in _scene_keys(cache)[:scenes]],
+        untrained=untrained,
+        scenes=[_scene(cache, key, questions.get(key, []), untrained) for key in _scene_keys(cache)[:scenes]],
         failures=[f for name, table in stages.items() for f in _failures(name, table)],
     )
     path = Path(path)
@@ -97,7 +99,7 @@ def _record(cache: Cache, stage: str, key: str) -> Record | None:
         return None
 
 
-def _scene(cache: Cache, key: str, questions: list[dict[str, Any]]) -> dict[str, Any]:
+def _scene(cache: Cache, key: str, questions: list[dict[str, Any]], untrained: list[str]) -> dict[str, Any]:
     votes, objects = _record(cache, "votenet", key), _record(cache, "scan_objects", key)
     video = _record(cache, "video", key)
     counts: dict[str, str | int] = {}
@@ -109,10 +111,13 @@ def _scene(cache: Cache, key: str, questions: list[dict[str, Any]]) -> dict[str,
         counts["frames kept"] = len(video["frame"])
     if questions:
         counts["questions"] = len(questions)
+    info = _record(cache, "scan_info", key)
+    drawn, caption = (None, "") if votes is None else _drawn(votes, info, "votenet" in untrained)
     return {
         "key": key,
         "counts": counts,
-        "bev": _bev(cache, key, votes, objects, questions[:1]),
+        "bev": _bev(cache, key, None if votes is None else votes["corners"][drawn], info, objects, questions[:1]),
+        "caption": caption,
         "frames": None if video is None or not len(video["frame"]) else _contact_sheet(video),
         "questions": questions[:4],
     }
@@ -129,10 +134,30 @@ def _questions(cache: Cache) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+def _drawn(votes: Record, info: Record | None, untrained: bool) -> tuple[np.ndarray, str]:
+    """Numbers of the proposals to draw, the most object-like of those centred within the scan's bounds; a caption."""
+    likely = np.argsort(votes["objectness"][:, 0] - votes["objectness"][:, 1], kind="stable")
+    text = f"of {len(likely)} proposals drawn: "
+    if info is not None:
+        frame = np.linalg.inv(info["axis_align"]) if info["frame"].item() == "scan" else np.eye(4)
+        centers = transform(votes["center"], frame)
+        likely = likely[((centers >= info["bbox_min"]) & (centers <= info["bbox_max"])).all(1)[likely]]
+        text += f"the most object-like of the {len(likely)} centred in the room"
+    else:
+        text += "the most object-like"
+    drawn = likely[:_BOXES]
+    return drawn, f"{len(drawn)} {text}" + ("; untrained weights, so the boxes mean nothing" if untrained else "")
+
+
 def _bev(
-    cache: Cache, key: str, votes: Record | None, objects: Record | None, situations: list[dict[str, Any]]
+    cache: Cache,
+    key: str,
+    proposals: np.ndarray | None,
+    info: Record | None,
+    objects: Record | None,
+    situations: list[dict[str, Any]],
 ) -> str | None:
-    """The bird's-eye image with detections (orange), annotated boxes (green) and a situation (blue), as a data URL."""
+    """The bird's-eye image as a data URL: corners of proposals (orange), annotated boxes (green), situations (blue)."""
     from PIL import Image, ImageDraw
 
     bev = _record(cache, "bev_render", key)
@@ -143,7 +168,6 @@ def _bev(
     camera = BevCamera(
         bev["centre"], float(bev["radius"]), image.width, image.height, settings["lens_mm"], settings["sensor_mm"]
     )
-    info = _record(cache, "scan_info", key)
     to_scan = np.eye(4) if info is None or settings["frame"] == "aligned" else np.linalg.inv(info["axis_align"])
     draw = ImageDraw.Draw(image)
 
@@ -158,10 +182,8 @@ def _bev(
     if objects is not None:
         for box in objects["box_aligned"]:
             outline(box_corners(box), "#1a9850", 4)
-    if votes is not None:
-        order = np.argsort(votes["objectness"][:, 0] - votes["objectness"][:, 1], kind="stable")
-        for corners in votes["corners"][order[:_BOXES]]:
-            outline(corners, "#f46d43", 3)
+    for corners in () if proposals is None else proposals:
+        outline(corners, "#f46d43", 3)
     for situation in situations:
         position, facing = situation["pose_scan"][:3], situation["facing_scan"]
         if settings["frame"] == "scan" and np.isfinite(position).all():
@@ -173,11 +195,15 @@ def _bev(
 
 
 def _contact_sheet(video: Mapping[str, np.ndarray]) -> str:
+    """Frames spread over the clip, in full rows."""
     from PIL import Image, ImageDraw
 
-    chosen = np.unique(np.linspace(0, len(video["frame"]) - 1, _FRAMES).round().astype(int))
-    columns, side = 6, 160
-    sheet = Image.new("RGB", (columns * side, -(-len(chosen) // columns) * side), "white")
+    count = min(len(video["frame"]), _FRAMES)
+    rows = 1 if count <= 6 else 2
+    columns = count // rows
+    chosen = np.linspace(0, len(video["frame"]) - 1, rows * columns).round().astype(int)
+    side = _SHEET // max(columns, 4)
+    sheet = Image.new("RGB", (columns * side, rows * side), "white")
     draw = ImageDraw.Draw(sheet)
     for place, i in enumerate(chosen):
         x, y = place % columns * side, place // columns * side
