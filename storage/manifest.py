@@ -10,10 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,15 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from deltalake import CommitProperties, DeltaTable
+from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
+from storage.delta_log import File, look, open_table, transact
 from storage.errors import StoreNotFound
-from storage.files import Folder, check_item, check_stage, plain, storable, sync, unwritable
+from storage.files import Folder, check_item, check_stage, storable, sync, unwritable
 from storage.fingerprint import recipe_id
-
-EMPTY = -1  # snapshot of a store that has no manifest yet
 
 
 @dataclass(frozen=True)
@@ -98,29 +94,6 @@ _REPEATED = ("recipe", "status", "shard", "error_class", "error_text", "run")
 _DEFAULTS = {f.name: f.default for f in fields(Row) if isinstance(f.default, str | bytes | int | float)}
 
 
-@dataclass(frozen=True)
-class _File:
-    """A data file of the table: its rows are of one stage, sorted by item."""
-
-    path: str
-    stage: str
-    bytes: int
-    rows: int
-    low: str | None  # no item sorts before it; None where the file was written without statistics
-    high: str | None
-
-    def may_hold(self, item: str) -> bool:
-        """Whether the item can be among the rows. (Code points sort like the UTF-8 bytes that Parquet compares.)"""
-        return self.low is None or self.high is None or self.low <= item <= self.high
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    version: int
-    id: str
-    files: tuple[_File, ...]
-
-
 class Manifest:
     """The manifest of a store, at one snapshot.
 
@@ -138,7 +111,7 @@ class Manifest:
     def __init__(self, url: str | os.PathLike[str], snapshot: int | None = None) -> None:
         self.folder = Folder(url)
         self._url = self.folder.path("manifest")
-        self._at = _look(self._url, snapshot)
+        self._at = look(self._url, snapshot)
 
     @property
     def snapshot(self) -> int:
@@ -152,7 +125,7 @@ class Manifest:
 
     def refresh(self) -> None:
         """Move on to the newest snapshot."""
-        self._at = _look(self._url, None)
+        self._at = look(self._url, None)
 
     # Writing
 
@@ -196,7 +169,7 @@ class Manifest:
                 self._write(stage, whole.filter(pc.equal(whole["stage"], stage)) if len(stages) > 1 else whole, True)
                 for stage in stages
             ]
-            _transact(table, adds, retries=1000)
+            transact(table, adds, SCHEMA, retries=1000)
             self.refresh()
             self._sync_log(base)
         return self.snapshot
@@ -221,34 +194,34 @@ class Manifest:
                 base = self.snapshot
                 # No retry: after a concurrent compaction it would add rows twice. What is left of a vain try is for gc.
                 with suppress(DeltaError):
-                    _transact(_delta(self._url, base), [add, *removes], retries=0)
+                    transact(open_table(self._url, base), [add, *removes], SCHEMA, retries=0)
                 self.refresh()
                 self._sync_log(base)
 
     def snapshot_at(self, when: datetime) -> int:
         """Version that was the newest at a time; the first one where the store is younger."""
-        table = _delta(self._url, None)
+        table = open_table(self._url, None)
         table.load_as_version(when)
         return table.version()
 
     def vacuum(self, hours: float, snapshots: list[int], dry_run: bool) -> list[str]:
         """Remove the manifest's own files that were replaced over `hours` ago and that none of `snapshots` reads."""
         with unwritable(self._url):
-            return _delta(self._url, None).vacuum(
+            return open_table(self._url, None).vacuum(
                 math.ceil(hours), dry_run, enforce_retention_duration=False, full=True, keep_versions=snapshots
             )
 
     def _create(self) -> DeltaTable:
         """The table at its newest version, made where there is none."""
         with suppress(TableNotFoundError):
-            return _delta(self._url, None)
+            return open_table(self._url, None)
         if self.folder.local is not None:
             self.folder.local.mkdir(parents=True, exist_ok=True)
         # Without log clean-up a lock file can name a snapshot of any age.
         settings = {"delta.enableExpiredLogCleanup": "false"}
         with suppress(DeltaError):  # of two processes that make it at the same time one fails
             DeltaTable.create(self._url, SCHEMA, mode="ignore", partition_by=["stage"], configuration=settings)
-        return _delta(self._url, None)
+        return open_table(self._url, None)
 
     def _write(self, stage: str, rows: pa.Table, change: bool) -> AddAction:
         """Write rows of one stage as a data file, sorted by item so that one item is found without reading all."""
@@ -332,11 +305,11 @@ class Manifest:
         newest = table.select([n for n in ROW_COLUMNS if n != "stage"]).slice(int(order[-1]), 1).to_pylist()[0]
         return Row(stage=stage, **newest)
 
-    def _of_stage(self, stage: str) -> list[_File]:
+    def _of_stage(self, stage: str) -> list[File]:
         return [file for file in self._at.files if file.stage == stage]
 
     def _read(
-        self, files: Sequence[_File], columns: list[str] | None, item: str | None = None, encoded: bool = False
+        self, files: Sequence[File], columns: list[str] | None, item: str | None = None, encoded: bool = False
     ) -> pa.Table:
         """Rows of data files, without the stage; only those of one item where it is given."""
         schema = _FILE_SCHEMA if columns is None else pa.schema([_FILE_SCHEMA.field(name) for name in columns])
@@ -393,66 +366,3 @@ def _ranks(items: pa.Array) -> np.ndarray:
 
 def _numbers(column: pa.ChunkedArray) -> np.ndarray:
     return column.cast(pa.int64()).to_numpy() if pa.types.is_timestamp(column.type) else column.to_numpy()
-
-
-_runtime: int | None = None  # process in which deltalake's threads were started; a fork of it can't use them
-
-
-def _delta(url: str, version: int | None) -> DeltaTable:
-    global _runtime
-    if _runtime not in (None, os.getpid()):
-        raise RuntimeError("deltalake does not work in a forked process: start those that commit with 'spawn'")
-    _runtime = os.getpid()
-    return DeltaTable(url, version=version)
-
-
-def _transact(table: DeltaTable, actions: Sequence[AddAction | RemoveAction], retries: int) -> None:
-    properties = CommitProperties(max_commit_retries=retries)
-    table.create_write_transaction(list(actions), "append", SCHEMA, ["stage"], commit_properties=properties)
-
-
-def _look(url: str, version: int | None) -> _Snapshot:
-    """Read the table's log; an absent table is an empty one."""
-    if version is not None and not EMPTY <= version < 1 << 63:  # deltalake counts in 64 bits
-        raise StoreNotFound(f"{url.removesuffix('/manifest')}: there can't be a snapshot {version}")
-    if _runtime not in (None, os.getpid()):
-        return _look_elsewhere(url, version)
-    try:
-        table = _delta(url, None if version == EMPTY else version)
-    except TableNotFoundError:
-        if version in (None, EMPTY):
-            return _Snapshot(EMPTY, "", ())
-        raise StoreNotFound(f"no store at {url.removesuffix('/manifest')}, so no snapshot {version}") from None
-    except DeltaError as error:
-        what = "the newest snapshot" if version is None else f"snapshot {version}"
-        raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: {plain(error)}") from error
-    if version == EMPTY:
-        raise StoreNotFound(f"{url.removesuffix('/manifest')} has no snapshot {version}: the first is 0")
-    listed = pa.table(table.get_add_actions(flatten=True))
-    names = ("path", "partition.stage", "size_bytes", "num_records", "min.item", "max.item")
-    columns = [listed[n].to_pylist() if n in listed.column_names else [None] * len(listed) for n in names]
-    return _Snapshot(table.version(), str(table.metadata().id), tuple(map(_File, *columns)))
-
-
-def _look_elsewhere(url: str, version: int | None) -> _Snapshot:
-    """`_look` for a forked process, in a new one."""
-    code = "import pickle, sys; from storage.manifest import _look_safely as look; look(*pickle.load(sys.stdin.buffer))"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    request = pickle.dumps((url, version))
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=request, capture_output=True, env=environment, check=False)
-    if done.returncode:
-        raise RuntimeError(f"a helper process could not read the log of {url}: {done.stderr.decode()[-2000:]}")
-    answer = pickle.loads(done.stdout)
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
-def _look_safely(url: str, version: int | None) -> None:
-    """The helper's side of `_look_elsewhere`."""
-    try:
-        answer: object = _look(url, version)
-    except StoreNotFound as error:
-        answer = StoreNotFound(str(error))
-    sys.stdout.buffer.write(pickle.dumps(answer))

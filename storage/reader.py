@@ -18,9 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage import lock as lock_file
+from storage.delta_log import EMPTY
 from storage.errors import CorruptShard, RecordMissing, StoreNotFound
 from storage.files import Folder
-from storage.manifest import EMPTY, Manifest, Row
+from storage.manifest import Manifest, Row
 from storage.schema import Record, Schema
 from storage.shards import Shard, Values, open_shard
 

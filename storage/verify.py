@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage import lock
+from storage.delta_log import EMPTY
 from storage.errors import CacheError, CorruptShard, StoreNotFound
 from storage.files import RESERVED, FileInfo, Folder
 from storage.fingerprint import record_digest
-from storage.manifest import EMPTY, ROW_COLUMNS, Manifest, Row
+from storage.manifest import ROW_COLUMNS, Manifest, Row
 from storage.reader import read_record
 from storage.shards import open_shard
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import storage.delta_log
 import storage.manifest
 from storage import Manifest, Row, StoreNotFound, StoreUnwritable
 from tests.storage.small_store import commit_again_and_again, fill, forked, objects, row
@@ -27,14 +28,14 @@ def newest(manifest: Manifest, column: str, stage: str = "objects") -> dict[str,
 
 def before_the_next_transaction(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
     """Let something happen between the reading of the table and the commit."""
-    real = storage.manifest._transact
+    real = storage.manifest.transact
 
     def transact(*args: Any, **keywords: Any) -> None:
-        monkeypatch.setattr(storage.manifest, "_transact", real)
+        monkeypatch.setattr(storage.manifest, "transact", real)
         action()
         real(*args, **keywords)
 
-    monkeypatch.setattr(storage.manifest, "_transact", transact)
+    monkeypatch.setattr(storage.manifest, "transact", transact)
 
 
 def test_rows_of_four_processes_that_commit_at_once_are_all_there(tmp_path: Path) -> None:
@@ -214,11 +215,11 @@ def test_a_snapshot_stays_until_refreshed(tmp_path: Path) -> None:
 
 def test_a_store_without_a_manifest_is_empty_and_nothing_is_made_by_looking(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path / "store")
-    assert manifest.snapshot == storage.manifest.EMPTY
+    assert manifest.snapshot == storage.delta_log.EMPTY
     assert manifest.stages() == []
     assert manifest.latest("objects").num_rows == 0
     assert manifest.find("objects", "a") is None
-    assert manifest.commit([]) == storage.manifest.EMPTY
+    assert manifest.commit([]) == storage.delta_log.EMPTY
     assert not (tmp_path / "store").exists()
     with pytest.raises(StoreNotFound, match="so no snapshot 3"):
         Manifest(tmp_path / "store", 3)

@@ -56,7 +56,7 @@ def test_the_shard_is_safe_on_disk_before_the_manifest_names_it(
 ) -> None:
     Manifest(tmp_path).commit([row("before")])
     events: list[tuple[str, str]] = []
-    fsync, rename, transact = os.fsync, os.replace, storage.manifest._transact
+    fsync, rename, transact = os.fsync, os.replace, storage.manifest.transact
 
     def name(path: str) -> str:
         relative = os.path.relpath(path, tmp_path)
@@ -76,7 +76,7 @@ def test_the_shard_is_safe_on_disk_before_the_manifest_names_it(
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(os, "replace", logged_rename)
-    monkeypatch.setattr(storage.manifest, "_transact", logged_transact)
+    monkeypatch.setattr(storage.manifest, "transact", logged_transact)
     fill(tmp_path, {"a": objects(3)})
     monkeypatch.undo()
     assert [event for event, _ in itertools.groupby(events)] == [
