@@ -81,6 +81,7 @@ class _StageState:
         self.window: deque[bool] = deque(maxlen=_WINDOW)
         self.todo = int(pending.sum())
         self.started = self.ended = 0.0
+        self.stopped: Failure | None = None  # why it can't run
         self.result = StageResult(self.name, reused=int(self.reusable.sum()), skipped=int((action == "skip").sum()))
 
     def link(self, upstream: _StageState, key: str) -> None:
@@ -155,7 +156,9 @@ class _Execution:
         finished = False
         try:
             try:
-                self.runner.start([self._task(state) for state in self.stages.values() if state.todo])
+                tasks = [self._task(state) for state in self.stages.values() if state.todo]
+                if can_run := [task for task in tasks if task is not None]:
+                    self.runner.start(can_run)
                 self._work_off()
                 finished = True
             finally:
@@ -177,15 +180,24 @@ class _Execution:
             if self.buffer and (nothing_left or time.monotonic() - self.committed_at > COMMIT_S):
                 self._commit()
 
-    def _task(self, state: _StageState) -> StageTask:
+    def _task(self, state: _StageState) -> StageTask | None:
+        """What a worker is told; None where the stage stops here: a schema can't be built with its settings."""
         stage = state.plan.stage
         assert isinstance(stage, Stage)
-        schemas = {name: self.states[name].plan.stage.extractor.schema for name in state.plan.feeds}  # type: ignore[union-attr]
+        try:
+            _ = stage.extractor.schema
+            schemas = {name: self.states[name].plan.stage.extractor.schema for name in state.plan.feeds}  # type: ignore[union-attr]
+        except Exception as error:
+            self._stop_stage(state, failure(error))
+            return None
         return StageTask(stage, self.job.source, self.url, state.plan.recipe_id, schemas, self.run_id)
 
     def _feed(self, state: _StageState) -> None:
         """Give the runner as much of a stage as it takes, unless a stage behind it lags."""
         if not (state.late or state.cursor < len(state.ready)):
+            return
+        if state.stopped is not None:  # these have come since
+            self._forget(state, state.stopped)
             return
         if any(len(reader.late) > _LATE_LIMIT for reader in self.readers[state.name]):
             return
@@ -236,7 +248,8 @@ class _Execution:
                 state.result.made += 1
         state.window.extend([False] * max(report.made, 0) + [True] * failed)
         self.progress.update(state.name, made=report.made, failed=failed)
-        if report.stopped and not state.result.stopped:
+        if report.stopped and state.stopped is None:
+            self.runner.stop(state.name)
             self._stop_stage(state, report.stopped)
         elif len(state.window) == _WINDOW and sum(state.window) > self.max_failure_rate * _WINDOW and not self.error:
             kind, _ = state.result.errors.most_common(1)[0]
@@ -254,10 +267,14 @@ class _Execution:
             self.progress.note(f"{state.name} {row.item}: {row.error_class}: {row.error_text}")
 
     def _stop_stage(self, state: _StageState, cause: Failure) -> None:
-        """A stage can't run: forget its items, or record the cause for each where it is bound to the recipe."""
+        """A stage can't run: nothing more of it is handed out."""
+        state.stopped = cause
         state.result.stopped = f"{cause.error_class}: {cause.text}"
         self.progress.note(f"{state.name} stopped: {state.result.stopped}")
-        self.runner.stop(state.name)
+        self._forget(state, cause)
+
+    def _forget(self, state: _StageState, cause: Failure) -> None:
+        """Leave the items of a stopped stage, or record the cause for each where it is bound to the recipe."""
         if cause.error_class in REMEMBERED:
             for index, decision, rows in state.late:
                 self._work(state, index, decision.fingerprint, decision.attempts, rows)

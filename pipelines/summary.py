@@ -40,7 +40,7 @@ class Summary:
     """The end of a run.
 
     Attributes:
-        snapshot: manifest version after its last commit.
+        snapshot: manifest version after its last commit, -1 where there was never one.
         signal: number of the signal that ended it early, 0 for none.
         error: why the whole run stopped early, "" if it did not.
     """
@@ -78,5 +78,6 @@ class Summary:
             lines.append(f"The run stopped: {self.error}")
         if self.signal:
             lines.append("Interrupted; what was finished is committed. The same command goes on from here.")
-        lines.append(f"{self.job}: {span(self.seconds)}, snapshot {self.snapshot}")
+        snapshot = f"snapshot {self.snapshot}" if self.snapshot >= 0 else "no snapshot: nothing was ever committed"
+        lines.append(f"{self.job}: {span(self.seconds)}, {snapshot}")
         return "\n".join(lines)

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
+from pipelines.extraction import failure
 from pipelines.worker import Report, StageTask, StageWorker, Work, device_for
+from storage.errors import CacheError
 
 _QUEUE = 64  # batches that wait
 
@@ -40,8 +42,14 @@ class LocalRunner:
                 works = list(islice(queue, size))
                 for _ in works:
                     queue.popleft()
+                try:
+                    worker = self._worker(name)
+                except CacheError:
+                    raise
+                except Exception as error:
+                    return [Report(name, stopped=failure(error))]
                 self._unwritten.add(name)
-                return [self._worker(name).run(works)]
+                return [worker.run(works)]
         return self._flush()
 
     def close(self, flush: bool) -> list[Report]:

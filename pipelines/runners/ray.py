@@ -9,13 +9,15 @@ is split where there are GPUs: actors on CPU slots prepare items, and what they 
 to the actor on a GPU, which batches it across items and writes in a thread. The driver sees rows alone.
 
 When an actor dies, what it held and had not written is queued again. The items it worked on are suspects: each is tried
-alone, and one whose actor dies twice while it is alone is recorded as WorkerDied.
+alone, and one whose actor dies twice while it is alone is recorded as WorkerDied. An actor that can't be made is no
+death: the next would fail in the same way, so the stage stops.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ _CALL_S = 0.5  # a call should take about so long: long against its cost, short 
 _CALLS_AHEAD = 2  # calls an actor has at most: the one it works on and the next
 _PREPARED_AHEAD = 4  # prepared calls that may wait for a GPU slot; bounds the object store
 _START_S = 300.0  # an actor that is not up by then is on a node that is not coming back
+_CAUSE_LENGTH = 400  # of what is kept of a death's cause
 _DEATHS = 20  # deaths of a stage's actors in a row, with nothing made in between, that stop the stage
 
 
@@ -394,8 +397,11 @@ class RayRunner:
         self._reports.append(Report(stage.task.name, made=-actor.made))
         if stage.stopped:
             return
-        stage.deaths_in_a_row += 1
         cause = _cause(error)
+        if getattr(error, "actor_init_failed", False):
+            self._reports.append(Report(stage.task.name, stopped=Failure("WorkerNotMade", cause)))
+            return
+        stage.deaths_in_a_row += 1
         if stage.deaths_in_a_row >= _DEATHS:
             text = f"{stage.deaths_in_a_row} workers died one after the other: {cause}"
             self._reports.append(Report(stage.task.name, stopped=Failure("WorkerDied", text)))
@@ -439,7 +445,8 @@ def _gpus(task: StageTask) -> float:
 
 
 def _cause(error: Exception) -> str:
-    """What Ray says about a death, in one line without its advice."""
-    text = " ".join(str(error).split()).split("Some common causes include")[0]
+    """What Ray says about a death, in one line without its advice, colours and underlines; the cause is at the end."""
+    text = re.sub(r"\x1b\[[0-9;]*m|\^{2,}", "", str(error))
+    text = " ".join(text.split()).split("Some common causes include")[0]
     text = text.split("Worker exit type:")[-1].strip()
-    return text[:400] or type(error).__name__
+    return (text if len(text) <= _CAUSE_LENGTH else f"... {text[-_CAUSE_LENGTH:]}") or type(error).__name__

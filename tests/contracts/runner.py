@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pipelines.worker import Report, StageTask, Work
 from storage.fingerprint import recipe_id
 from storage.manifest import Row
 from storage.reader import read_record
-from tests.pipelines.fakes import Folder, Numbers, Sums
+from tests.pipelines.fakes import Folder, NoSchema, Numbers, Sums
 
 
 class RunnerContract:
@@ -96,6 +97,19 @@ class RunnerContract:
         runner.poll(0.1)
         runner.stop("numbers")
         assert sum(len(report.rows) for report in runner.close(flush=True)) < 20
+
+    def test_stage_that_cannot_start_is_reported_with_its_cause_and_others_go_on(self, runner, tasks):
+        bad = replace(tasks["numbers"], stage=Stage(NoSchema(), "bad"))
+        runner.start([bad, tasks["numbers"]])
+        runner.put("bad", self.works(["01", "02"]))
+        stopped, until = [], time.monotonic() + 60
+        while not stopped and time.monotonic() < until:
+            stopped = [report for report in runner.poll(1.0) if report.stopped]
+        assert stopped[0].stage == "bad"
+        assert "no model 'nosuch'" in stopped[0].stopped.text
+        runner.stop("bad")
+        runner.put("numbers", self.works(["01"]))
+        assert self.poll(runner, 1)[1]["01"].status == "ok"
 
     def test_close_with_flush_gives_the_rows_of_all_that_was_made(self, runner, tasks):
         runner.start(list(tasks.values()))

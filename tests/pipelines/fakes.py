@@ -162,6 +162,15 @@ class NoWeights(Numbers):
         raise WeightsError("votes.pt: no key 'conv.weight'")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoSchema(Numbers):
+    """Its settings give no schema, as an unknown model would."""
+
+    @property
+    def schema(self) -> Schema:
+        raise ValueError("numbers: no model 'nosuch'")
+
+
 @dataclass(frozen=True)
 class Questions:
     """Two questions per item, each with the number of objects of `numbers`, -1 where it has none."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipelines.stage import Stage
-from tests.pipelines.fakes import Both, Folder, Hosted, NoWeights, Numbers, Questions, Sums
+from tests.pipelines.fakes import Both, Folder, Hosted, NoSchema, NoWeights, Numbers, Questions, Sums
 from tests.pipelines.running import Runs, counts, job
 
 
@@ -186,6 +186,34 @@ def test_missing_package_stops_the_stage_and_is_not_held_against_its_items(runs,
     assert summary.exit_code == 1
     assert "pip install nothing" in summary.text()
     assert runs.rows("numbers") == {}
+
+
+def test_stage_without_a_schema_stops_with_what_reads_it_and_others_run(runs, source):
+    stages = (Stage(NoSchema()), Stage(Sums()), Stage(Numbers(), name="others"))
+    summary = runs(job(source, *stages))
+    assert [counts(summary, name) for name in ("numbers", "sums")] == [{"left": 12}] * 2
+    assert counts(summary, "others") == {"made": 12}
+    assert summary.exit_code == 1
+    assert "stopped: ValueError: numbers: no model 'nosuch'" in summary.text()
+    assert runs.rows("numbers") == {}
+
+
+def test_run_that_never_committed_anything_names_no_snapshot(runs, source):
+    text = runs(job(source, Stage(NoSchema()))).text()
+    assert "no snapshot" in text
+    assert "-1" not in text
+
+
+@pytest.mark.parametrize(("package", "became"), [(True, {"left": 12}), (False, {"failed": 12})])
+def test_items_that_come_to_a_stopped_stage_one_after_the_other_do_not_wake_it(
+    runs, source, monkeypatch, package, became
+):
+    monkeypatch.setattr("pipelines.execute.COMMIT_S", 0.0)
+    monkeypatch.setattr("pipelines.worker.FLUSH_S", 0.0)
+    monkeypatch.setattr("pipelines.runners.local._QUEUE", 2)
+    summary = runs(job(source, Stage(Numbers()), Stage(NoWeights(package=package), "last", of=("numbers",))))
+    assert counts(summary, "numbers") == {"made": 12}
+    assert counts(summary, "last") == became
 
 
 def test_table_joins_what_was_just_computed_and_what_has_no_record(runs, source):
