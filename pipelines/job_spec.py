@@ -20,15 +20,26 @@ import difflib
 import importlib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
 from extractors.base import Weights
 from pipelines.errors import JobError
 from pipelines.stage import Job, Stage
+from storage.files import check_stage
 
 EXTRACTORS = {  # name in YAML -> module, class
     "scan_info": ("extractors.scan_info", "ScanInfo"),
@@ -64,6 +75,18 @@ TABLES = {
     "nuscenes_questions": ("pipelines.questions.nuscenes", "NuScenesQuestions"),
 }
 
+_ROUNDS = 5  # of reading a job without what was wrong in it; dropping a part may show another fault
+
+
+def _no_switch(value: Any) -> Any:
+    """Refuse true and false, which pydantic would take for 1 and 0."""
+    if isinstance(value, bool) or (isinstance(value, list | tuple) and any(isinstance(one, bool) for one in value)):
+        raise ValueError(f"{'a list with ' if not isinstance(value, bool) else ''}true or false is no number or text")
+    return value
+
+
+_Count = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_switch)]
+
 
 class _Part(BaseModel):
     """A class and its settings; keys that are not fields of the model are settings."""
@@ -93,9 +116,9 @@ class StageSpec(_Part):
 
     extractor: str | type | None = None
     of: tuple[str, ...] = ()
-    batch: int | None = Field(None, ge=1)
-    workers: int | None = Field(None, ge=1)
-    gpus: float | None = Field(None, ge=0)
+    batch: _Count = None
+    workers: _Count = None
+    gpus: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(_no_switch)] = None
 
 
 class TableSpec(_Part):
@@ -113,12 +136,29 @@ class JobSpec(BaseModel):
     source: SourceSpec | None = None
     stages: dict[str, StageSpec] = Field(default_factory=dict)
     tables: dict[str, TableSpec] = Field(default_factory=dict)
+    _faults: list[str] = PrivateAttr(default_factory=list)  # found so far: `build` lists them with its own
+
+    @classmethod
+    def read(cls, data: dict[str, Any]) -> JobSpec:
+        """A spec of what can be used of some data; what can't be is listed by `build`."""
+        faults: list[str] = []
+        for _ in range(_ROUNDS):
+            try:
+                spec = cls.model_validate(data)
+                break
+            except ValidationError as error:
+                faults += _lines(error)
+                for fault in error.errors():
+                    _drop(data, fault["loc"])
+        else:
+            raise JobError("\n  ".join(faults))
+        spec._faults = faults
+        return spec
 
     def override(self, assignments: Iterable[str]) -> JobSpec:
         """A copy with dotted overrides applied: `votenet.proposals=128`, `source.root=/data/scans`, `store=/data/f`.
 
-        Raises:
-            JobError: an override is not of that form, or names no part of the job.
+        One that is not of that form, or names no part of the job, is listed by `build`.
         """
         spec = self.model_copy(deep=True)
         parts: dict[str, _Part] = {**spec.stages, **spec.tables, **({"source": spec.source} if spec.source else {})}
@@ -129,15 +169,25 @@ class JobSpec(BaseModel):
                 spec.store = text
                 continue
             if not (equals and dot and name and key):
-                raise JobError(f"override {assignment!r}: expected STAGE.SETTING=VALUE, as votenet.proposals=128")
+                spec._faults.append(f"override {assignment!r}: expected STAGE.SETTING=VALUE, as votenet.proposals=128")
+                continue
             if name not in parts:
-                raise JobError(f"override {assignment!r}: {unknown('stage', name, parts)}")
-            part, value = parts[name], _plain(text)
+                spec._faults.append(f"override {assignment!r}: {unknown('stage', name, parts)}")
+                continue
+            try:
+                part, value = parts[name], _plain(text)
+            except JobError as error:
+                spec._faults.append(str(error))
+                continue
             if key in type(part).model_fields and key != "settings":
                 changed = {**part.model_dump(exclude={"settings"}), key: value, **part.settings}
                 if key == "of" and isinstance(value, str):
                     changed["of"] = tuple(value.split(","))
-                new = _checked(lambda part=part, changed=changed: type(part).model_validate(changed), name)
+                try:
+                    new = type(part).model_validate(changed)
+                except ValidationError as error:
+                    spec._faults += [f"{name}.{line}" for line in _lines(error)]
+                    continue
                 for field in type(part).model_fields:
                     setattr(part, field, getattr(new, field))
             else:
@@ -169,42 +219,58 @@ class JobSpec(BaseModel):
         Raises:
             JobError: lists all that is wrong or still to be given.
         """
-        faults: list[str] = []
+        faults = list(self._faults)
         source, spec = None, self.source
+        kinds: tuple[str, ...] | None = None if spec or faults else ()  # None: not known, for what is wrong
         if spec:
+            with suppress(JobError):
+                kinds = _class(SOURCES, spec.type, "source").kinds  # type: ignore[attr-defined]
             source = _made("source", lambda: _class(SOURCES, spec.type, "source"), spec.settings, faults)
         stages, tables = [], []
         for name, part in self.stages.items():
             run = ("of", "batch", "workers", "gpus", "extractor")
             extractor = _made(name, lambda n=name, p=part: _extractor(n, p), part.settings, faults, run)
-            if extractor is not None:
-                try:
+            try:
+                check_stage(name)
+                if extractor is not None:
                     stages.append(Stage(extractor, name, part.of, part.batch, part.workers, part.gpus))
-                except ValueError as error:
-                    faults.append(str(error))
+            except ValueError as error:
+                faults.append(str(error))
+            faults += self._misfed(name, part, kinds)
         for name, table in self.tables.items():
             made = _made(name, lambda n=name, t=table: _class(TABLES, t.type or n, "table"), table.settings, faults)
             if made is not None and made.name != name:
                 faults.append(f"table {name}: its records are called {made.name}; give it that name")
             tables.append(made)
-        known = set(getattr(source, "kinds", ()))
-        for stage in stages if not faults else ():
-            for entry in (entry for entry in stage.of if entry not in known):
-                late = f"stage {entry!r}, which comes after it: put that first"
-                faults.append(
-                    f"stage {stage.name} takes {late if entry in self.stages else unknown('input', entry, known)}"
-                )
-            known.add(stage.name)
         if faults:
             raise JobError(f"job {self.name}:\n  " + "\n  ".join(faults))
         return Job(self.name, source, tuple(stages), tuple(tables))
 
+    def _misfed(self, name: str, part: StageSpec, kinds: Sequence[str] | None) -> list[str]:
+        """What is wrong with the inputs of a stage; `kinds` are the source's, None where they are not known."""
+        names = list(self.stages)
+        earlier = names[: names.index(name)]
+        takes: tuple[str, ...] = part.of
+        with suppress(JobError):
+            takes = _extractor(name, part).takes  # type: ignore[attr-defined]
+        faults = []
+        for entry, taken in zip(part.of or takes, takes, strict=False):
+            if entry in earlier:
+                continue
+            if entry in names:
+                faults.append(f"stage {name} takes stage {entry!r}, which comes after it: put that first")
+            elif kinds is not None and entry not in kinds:
+                faults.append(f"stage {name} takes {unknown('input', entry, [*kinds, *earlier])}")
+            elif kinds is not None and entry != taken:
+                faults.append(f"stage {name}: its extractor takes '{taken}', 'of' gives it the source's '{entry}'")
+        return faults
+
 
 def read_job(path: Path) -> JobSpec:
-    """Read a YAML job.
+    """Read a YAML job. What is wrong in it (a key that is not known, say) is listed by `build`.
 
     Raises:
-        JobError: not YAML, not a job, or a key that is not known (the text names its neighbours).
+        JobError: no such file, not YAML, not keys and values.
     """
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
@@ -215,14 +281,14 @@ def read_job(path: Path) -> JobSpec:
     if not isinstance(data, dict):
         raise JobError(f"{path}: expected keys name, source, stages; found {type(data).__name__}")
     data.setdefault("name", path.stem)
-    spec: JobSpec = _checked(lambda: JobSpec.model_validate(data), str(path))
+    spec = JobSpec.read(data)
     folder = path.parent.resolve()
     for name, part in spec.stages.items():
-        _anchor(_extractor(name, part), part, folder)
+        _anchor(lambda n=name, p=part: _extractor(n, p), part, folder)
     for name, table in spec.tables.items():
-        _anchor(_class(TABLES, table.type or name, "table"), table, folder)
-    if spec.source:
-        _anchor(_class(SOURCES, spec.source.type, "source"), spec.source, folder)
+        _anchor(lambda n=name, t=table: _class(TABLES, t.type or n, "table"), table, folder)
+    if source := spec.source:
+        _anchor(lambda: _class(SOURCES, source.type, "source"), source, folder)
     if spec.store and "://" not in spec.store:
         spec.store = str(folder / Path(spec.store).expanduser())
     return spec
@@ -253,9 +319,12 @@ def _class(known: Mapping[str, tuple[str, str]], name: str | type, what: str) ->
 
 
 def _feeds(name: str, part: StageSpec | TableSpec) -> tuple[str, ...]:
-    if isinstance(part, TableSpec):
-        return (_class(TABLES, part.type or name, "table").of,)  # type: ignore[attr-defined]
-    takes: tuple[str, ...] = part.of or _extractor(name, part).takes  # type: ignore[attr-defined]
+    try:
+        if isinstance(part, TableSpec):
+            return (_class(TABLES, part.type or name, "table").of,)  # type: ignore[attr-defined]
+        takes: tuple[str, ...] = part.of or _extractor(name, part).takes  # type: ignore[attr-defined]
+    except JobError:  # no such class: `build` says so
+        return ()
     return takes
 
 
@@ -292,12 +361,28 @@ def _made(name: str, find: Any, settings: Mapping[str, Any], faults: list[str], 
 
 
 def _lenient(hint: Any) -> Any:
-    """A type as the command line gives it: weights by their source, tuples as `a,b`."""
-    if _has(hint, Weights):
+    """A type as the command line gives it: weights by their source, tuples as `a,b`; true and false are no numbers."""
+    if not _mentions(hint, bool):
+        hint = Annotated[hint, BeforeValidator(_no_switch)]
+        return _parsed(hint, typing.get_args(hint)[0])
+    return _parsed(hint, hint)
+
+
+def _mentions(hint: Any, wanted: type) -> bool:
+    """The type is `wanted` or anything, a literal of it, or has such a part."""
+    return (
+        hint in (wanted, Any)
+        or isinstance(hint, wanted)
+        or any(_mentions(one, wanted) for one in typing.get_args(hint))
+    )
+
+
+def _parsed(hint: Any, bare: Any) -> Any:
+    if _has(bare, Weights):
         return Annotated[hint, BeforeValidator(lambda value: Weights(value) if isinstance(value, str) else value)]
-    if _has(hint, tuple):
+    if _has(bare, tuple):
         return Annotated[hint, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
-    if _has(hint, Path):
+    if _has(bare, Path):
         return Annotated[hint, BeforeValidator(lambda v: Path(v).expanduser() if isinstance(v, str) else v)]
     return hint
 
@@ -308,8 +393,12 @@ def _has(hint: Any, wanted: type) -> bool:
     return origin is wanted or (origin is not tuple and any(_has(one, wanted) for one in typing.get_args(hint)))
 
 
-def _anchor(cls: type, part: _Part, folder: Path) -> None:
+def _anchor(find: Any, part: _Part, folder: Path) -> None:
     """Make the paths among a part's settings relative to the folder of the job's file."""
+    try:
+        cls = find()
+    except JobError:  # no such class: `build` says so
+        return
     for key, hint in typing.get_type_hints(cls).items():
         value = part.settings.get(key)
         path = _has(hint, Path) or (_has(hint, Weights) and isinstance(value, str) and Weights(value).seed is None)
@@ -349,17 +438,27 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {what} '{name}'; {hint}"
 
 
-def _checked(make: Any, where: str) -> Any:
-    """Run a pydantic validation; its errors become one JobError, a line each."""
-    try:
-        return make()
-    except ValidationError as error:
-        lines = []
-        for fault in error.errors():
-            *parents, key = fault["loc"] or ("job",)
-            at = ".".join(map(str, [*parents, key]))
-            if fault["type"] == "extra_forbidden":
-                lines.append(unknown("key", ".".join(map(str, [*parents, key])), JobSpec.model_fields))
-            else:
-                lines.append(f"{at}: {fault['msg'].removeprefix('Value error, ')}")
-        raise JobError(f"{where}:\n  " + "\n  ".join(lines)) from None
+def _lines(error: ValidationError) -> list[str]:
+    """A line for each fault that a pydantic validation found."""
+    lines = []
+    for fault in error.errors():
+        *parents, key = fault["loc"] or ("job",)
+        at = ".".join(map(str, [*parents, key]))
+        if fault["type"] == "extra_forbidden":
+            lines.append(unknown("key", at, JobSpec.model_fields))
+        else:
+            lines.append(f"{at}: {fault['msg'].removeprefix('Value error, ')}")
+    return lines
+
+
+def _drop(data: Any, where: Sequence[str | int]) -> None:
+    """Remove what a fault is about: the innermost key on the way to it, so that the rest can be checked."""
+    holder, path = data, []
+    for key in where:  # with steps between that are no keys: members of a union, our `settings`
+        if isinstance(data, dict) and key in data:
+            holder, data = data, data[key]
+            path.append(key)
+    if len(path) == 2 and path[0] in ("stages", "tables"):
+        holder[path[1]] = None  # others may read it
+    elif path:
+        del holder[path[-1]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from extractors.base import Extractor
+from storage.files import check_stage
 from storage.schema import Record, Schema
 
 
@@ -90,7 +91,7 @@ class Stage:
     gpus: float | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", self.name or self.extractor.name)
+        object.__setattr__(self, "name", check_stage(self.name or self.extractor.name))
         object.__setattr__(self, "of", self.of or self.extractor.takes)
         object.__setattr__(self, "batch", self.batch or self.extractor.batch)
         if len(self.of) != len(self.extractor.takes):

@@ -14,6 +14,7 @@ from extractors.fake import Fake
 from pipelines.errors import JobError
 from pipelines.job_spec import EXTRACTORS, SOURCES, TABLES, JobSpec, SourceSpec, StageSpec, read_job
 from pipelines.sources.folder import Folder
+from pipelines.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,80 @@ def test_everything_that_is_wrong_is_listed_at_once() -> None:
         SPEC.override(["network.proposal=3", "fake.objects=x", "fake.width=y"]).build()
     for text in ("unknown setting 'proposal'", "network.weights is not set", "fake.objects = 'x'", "fake.width = 'y'"):
         assert text in str(caught.value)
+
+
+def test_a_file_with_faults_of_every_kind_lists_them_all_at_once(write: Callable[[str], Path]) -> None:
+    text = """
+    storage: here
+    source: {type: scannet, splot: val}
+    stages:
+      fake: {objects: four, batch: 0}
+      votnet: {weights: untrained:0}
+      more: {extractor: fake, of: [later], width: x}
+      later: {extractor: fake, of: [fakes]}
+      bad name: {extractor: fake}
+      number: 4
+    tables:
+      sqa_questions: {root: q}
+    """
+    spec = read_job(write(text)).override(["fake.size=3", "nothing", "lost.size=3", "more.batch=many"])
+    with pytest.raises(JobError) as caught:
+        spec.build()
+    for fault in [
+        "unknown key 'storage'; ",
+        "stages.fake.batch: Input should be greater than or equal to 1",
+        "stages.number: expected settings as `key: value`, this is 4",
+        "override 'nothing': expected STAGE.SETTING=VALUE",
+        "override 'lost.size=3': unknown stage 'lost'",
+        "more.batch: Input should be a valid integer",
+        "source: unknown setting 'splot'; did you mean split?",
+        "source.root is not set",
+        "fake: unknown setting 'size'",
+        "unknown stage votnet: extractor 'votnet'; did you mean votenet?",
+        "more.width = 'x': Input should be a valid integer",
+        "stage more takes stage 'later', which comes after it: put that first",
+        "stage later takes unknown input 'fakes'",
+        "stage name 'bad name': use letters",
+        "unknown table 'sqa_questions'; did you mean sqa3d_questions",
+    ]:
+        assert fault in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["../evil", "manifest", "recipes", "a b"])
+def test_a_stage_name_that_can_be_no_folder_of_the_store_is_refused(name: str) -> None:
+    with pytest.raises(JobError, match="use letters, digits"):
+        JobSpec(name="job", source=SPEC.source, stages={name: StageSpec(extractor=Fake)}).build()
+    with pytest.raises(ValueError, match="use letters, digits"):
+        Stage(Fake(), name)
+
+
+@pytest.mark.parametrize("setting", ["proposals", "scale", "size", "levels", "label", "color", "batch", "gpus"])
+def test_true_is_no_number_and_no_text(write: Callable[[str], Path], setting: str) -> None:
+    value = [1, True] if setting == "levels" else True
+    with pytest.raises(JobError, match=rf"{setting}.*true or false is no number"):
+        JobSpec.read(
+            {
+                "name": "job",
+                "source": {"type": Folder, "root": "scans"},
+                "stages": {"network": {"extractor": Network, "weights": "untrained:0", setting: value}},
+            }
+        ).build()
+
+
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        ("video: {of: [scan]}", "stage video: its extractor takes 'clip', 'of' gives it the source's 'scan'"),
+        ("votenet: {of: [clip], weights: untrained:0}", "takes 'scan', 'of' gives it the source's 'clip'"),
+        ("scan_objects: {of: [scan, clip]}", "takes 'labels', 'of' gives it the source's 'clip'"),
+        ("resnet_fpn: {of: [clip], weights: untrained:0}", "takes 'video', 'of' gives it the source's 'clip'"),
+    ],
+)
+def test_a_kind_of_input_that_an_extractor_does_not_take_is_refused(
+    write: Callable[[str], Path], stage: str, text: str
+) -> None:
+    with pytest.raises(JobError, match=text):
+        read_job(write(f"source: {{type: scannet, root: scans}}\nstages:\n  {stage}\n")).build()
 
 
 def test_unset_weights_are_asked_for() -> None:
