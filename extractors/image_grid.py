@@ -7,8 +7,13 @@ computed in (float32; sums are taken in another order).
 
 from __future__ import annotations
 
+import difflib
+import functools
+import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -217,6 +222,9 @@ class TimmGrid(ImageGrid):
         model: timm's name.
         size: side of the images, pixels.
         antialias: smooth while making images smaller (torchvision since 0.17); SQA3D's did not.
+
+    Raises:
+        ValueError: timm, where it is installed, has no such model.
     """
 
     name: ClassVar[str] = "timm_grid"
@@ -226,6 +234,10 @@ class TimmGrid(ImageGrid):
     model: str = "pvt_v2_b2"
     size: int = 224
     antialias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_timm_model(self.model)
 
     @property
     def grids(self) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -333,6 +345,24 @@ def imagenet_pixels(image: Tensor) -> Tensor:
 def caffe_pixels(image: Tensor) -> Tensor:
     """(3, height, width) RGB 0..255 -> BGR minus the mean of each colour."""
     return (image - image.new_tensor(_CAFFE_MEAN)[:, None, None]).flip(0)
+
+
+@functools.cache
+def _check_timm_model(model: str) -> None:
+    """Refuse a name that timm does not have. Importing timm takes seconds: a name that its code registers is good."""
+    found = importlib.util.find_spec("timm")
+    if found is None or not found.submodule_search_locations:
+        return
+    named = re.compile(rf"@register_model\s+def {re.escape(model)}\(")
+    folder = Path(found.submodule_search_locations[0]) / "models"
+    if any(named.search(path.read_text(encoding="utf-8")) for path in folder.glob("*.py")):
+        return
+    import timm
+
+    if not timm.is_model(model):
+        near = difflib.get_close_matches(model, timm.list_models(), 3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() names them"
+        raise ValueError(f"timm has no model '{model}'; {hint}")
 
 
 def _decode(value: Any, key: str) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Grids of images: the official networks and namings, batches over items, the columns of earlier stages."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
@@ -121,7 +123,7 @@ def test_wrong_columns_and_damaged_images_are_named() -> None:
     with pytest.raises(ValueError, match="column 'colour', expected one of frame, image, image224"):
         TimmGrid(weights=UNTRAINED, column="colour")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="timm has no model 'pvt_v9'"):
-        _ = TimmGrid(weights=UNTRAINED, model="pvt_v9").schema
+        TimmGrid(weights=UNTRAINED, model="pvt_v9")
 
 
 def test_values_beyond_float16_are_an_error_not_infinity() -> None:
@@ -273,3 +275,15 @@ def test_a_foreign_checkpoint_is_refused_by_its_keys(tmp_path: Path) -> None:
     for extractor in (ResNetFPN(weights=weights), ClipBertGrid(weights=weights), TimmGrid(weights=weights)):
         with pytest.raises(WeightsError, match=r"foreign\.pt.*vote\.conv1\.weight"):
             extractor.build()
+
+
+def test_a_known_timm_model_is_checked_without_importing_timm_and_an_unknown_one_names_its_neighbours() -> None:
+    code = (
+        "import sys; from extractors.base import Weights; from extractors.image_grid import TimmGrid; "
+        "TimmGrid(weights=Weights('untrained:0')); print([m for m in ('torch', 'timm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    TimmGrid(weights=UNTRAINED, model="resnet18.a1_in1k")  # a name with the tag of its weights, which only timm knows
+    with pytest.raises(ValueError, match="no model 'resnet19'; did you mean .*resnet18"):
+        TimmGrid(weights=UNTRAINED, model="resnet19")
