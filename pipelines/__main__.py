@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 crash, 2 usage, 3 done with failures, 130 interrupted.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -223,6 +224,7 @@ def doctor(
 
 def main() -> None:
     """Run a verb. What a user can mend is a paragraph, what they can't a traceback."""
+    os.environ.setdefault("RUST_LOG", "error")  # deltalake's warnings: what matters of them is in our errors
     try:
         app()
     except KeyboardInterrupt:

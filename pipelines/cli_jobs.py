@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipelines.cli_store import reaching
 from pipelines.errors import JobError
 from pipelines.inputs import NOTHING, Digests, Progress, digest_inputs, missing_files
 from pipelines.job_spec import JobSpec, read_job, unknown
@@ -57,7 +58,9 @@ def prepare(
     url = store or spec.store or "store"
     job = spec.only(stages or ()).build()
     options = Options(retry_failed, frozenset(force or ()), frozenset(stages or ()), frozenset(items or ()))
-    manifest = Manifest(url)
+    with reaching(url):
+        manifest = Manifest(url)
+        manifest.folder.folders()  # what can't be listed can't be planned on
     if manifest.folder.local and manifest.folder.local.exists() and not manifest.folder.local.is_dir():
         raise JobError(f"the store {manifest.folder.url} is a file: give a folder with --store")
     made = plan(job, digests_of(job), manifest, options)
@@ -165,7 +168,15 @@ def make_data(layout: str, out: Path, seed: int, **settings: float | None) -> No
     given = {name: value for name, value in settings.items() if value is not None}
     for name in given.keys() - inspect.signature(make).parameters.keys():
         raise JobError(f"layout {layout} has no --{name.replace('_', '-')}; leave it out")
+    check_folder(out)
     print(f"{out}: {make(out, seed=seed, **given)}")
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder to write to that is a file, or lies below one."""
+    for path in (out, *out.parents):
+        if path.exists() and not path.is_dir():
+            raise JobError(f"can't write to {out}: {path} is a file; give a folder")
 
 
 @contextmanager

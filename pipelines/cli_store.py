@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ import storage
 from pipelines.errors import JobError
 from pipelines.job_spec import unknown
 from pipelines.plan_view import size
+from storage.errors import CacheError
+from storage.files import plain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +28,21 @@ _LISTED = 200  # failures that are printed for people; --json has all
 
 def open_store(url: str | None) -> storage.Cache:
     """The store named on the command line, `./store` by default."""
-    return storage.open(url or "store")
+    with reaching(url or "store"):
+        return storage.open(url or "store")
+
+
+@contextmanager
+def reaching(url: str) -> Iterator[None]:
+    """Say in a line why a store's URL leads nowhere: no such protocol, a package or credentials are missing."""
+    try:
+        yield
+    except CacheError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        if "://" not in url:
+            raise
+        raise JobError(f"can't reach the store {url}: {plain(error)}") from error
 
 
 def status(url: str | None, as_json: bool) -> None:
@@ -152,7 +169,8 @@ def verify(url: str | None, deep: bool, mark: bool, as_json: bool) -> int:
     """Check a store and print what is damaged; returns the exit code."""
     from storage.verify import verify as check
 
-    report = check(url or "store", deep=deep, mark=mark)
+    with reaching(url or "store"):
+        report = check(url or "store", deep=deep, mark=mark)
     if as_json:
         _print_json(asdict(report))
         return 3 if report.faults else 0
@@ -173,7 +191,8 @@ def gc(
     """Remove what no kept snapshot needs and print it."""
     from storage.verify import gc as collect
 
-    report = collect(url or "store", dry_run, keep_days, orphan_days, tuple(locks or ()))
+    with reaching(url or "store"):
+        report = collect(url or "store", dry_run, keep_days, orphan_days, tuple(locks or ()))
     if as_json:
         _print_json(asdict(report))
         return

@@ -37,6 +37,7 @@ def main(out: Path, seed: int = 0) -> int:
     """
     from pipelines import cli_jobs, report
 
+    cli_jobs.check_folder(out)
     job = out / "demo.yaml"
     if (out / "store").exists():
         if not job.exists():

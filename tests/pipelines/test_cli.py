@@ -219,16 +219,29 @@ def test_reading_verbs_give_text_and_one_json_object(call: Call) -> None:
         (["make-data", "scannet", "out", "--key-frames", "2"], "layout scannet has no --key-frames"),
         (["make-data", "nuscenes", "out", "--scenes", "11"], "need 1 to 10"),
         (["make-data", "nuscenes", "out", "--image-scale", "0"], "need 0.01 to 4"),
+        (["make-data", "scannet", "rooms.yaml"], "rooms.yaml is a file; give a folder"),
+        (["make-data", "nuscenes", "rooms.yaml/below"], "rooms.yaml is a file; give a folder"),
+        (["demo", "--out", "rooms.yaml"], "rooms.yaml is a file; give a folder"),
+        (["plan", "rooms.yaml", "--store", "foo://x"], "can't reach the store foo://x: "),
+        (["run", "rooms.yaml", "--store", "foo://x"], "can't reach the store foo://x: "),
+        (["verify", "--store", "foo://x"], "foo://x"),
+        (["plan", "rooms.yaml", "--store", "s3://nope/x"], "can't reach the store s3://nope/x: "),
+        (["run", "rooms.yaml", "--store", "s3://nope/x"], "can't reach the store s3://nope/x: "),
+        (["status", "--store", "s3://nope/x"], "can't reach the store s3://nope/x: "),
         (["doctor", "--checkpoint", "none.pth"], "none.pth"),
         (["frobnicate"], "No such command"),
         (["plan"], "Missing argument"),
     ],
 )
-def test_what_a_user_can_mend_is_said_without_a_traceback_and_exits_2(call: Call, argv: list[str], text: str) -> None:
+def test_what_a_user_can_mend_is_said_without_a_traceback_and_exits_2(
+    call: Call, monkeypatch: pytest.MonkeyPatch, argv: list[str], text: str
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # no credentials, and none are asked for on the network
     code, _, err = call(*argv)
     assert code == 2
     assert text in err
     assert "Traceback" not in err
+    assert "\x1b" not in err
 
 
 def test_unknown_stages_and_items_of_a_store_name_near_ones(call: Call) -> None:
