@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipelines.columns import DIGEST, TEXT, as_bytes, as_column, as_texts, at, is_text, match, same
 from pipelines.stage import Stage, Table
@@ -150,10 +151,21 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     return StagePlan(
         stage, recipe, rid, work.feeds, pa.table(columns),
         again=_again(stage.name, rid, rows.take(pa.array(stands[again])), work, work.failed & visible),
+        kept=0 if options.items else _kept(rows, item_of),
         mean_bytes=means[0], mean_seconds=means[1],
         forced=stage.name in options.force, retry_failed=options.retry_failed,
         _parts=work.parts if pending.any() else None, _candidates=candidates,
     )  # fmt: skip
+
+
+def _kept(rows: pa.Table, item_of: np.ndarray) -> int:
+    """Records that readers see of items that are not among the work's."""
+    strange = item_of < 0
+    if not strange.any():
+        return 0
+    rows = rows.select(["item", "status"]).filter(pa.array(strange))
+    newest = match(pc.unique(rows["item"]), rows["item"])[0]
+    return int(is_text(rows["status"], "ok", "empty")[newest].sum())
 
 
 def _past(

@@ -24,6 +24,8 @@ def as_table(plan: Plan, store: str) -> Table:
     notes = [_MEANING] if "maybe" in actions else []
     if untrained := [stage.name for stage in plan.stages if _untrained(stage)]:
         notes.append(f"weights without training: {', '.join(untrained)}")
+    if kept := [f"{stage.name} {stage.kept:,}" for stage in plan.stages if stage.kept]:
+        notes.append(f"kept in the store, not in this job's source: {', '.join(kept)}")
     table = Table(
         title=f"{plan.job} -> {store}", title_justify="left", caption="\n".join(notes), caption_justify="left"
     )
@@ -72,6 +74,7 @@ def to_json(plan: Plan, every: bool = False) -> dict[str, Any]:
             "stage": stage.name,
             "recipe": stage.recipe_id,
             "untrained": _untrained(stage),
+            "kept": stage.kept,
             "lines": [
                 {"action": n.action, "reason": n.reason, "items": n.items, "bytes": n.bytes, "seconds": n.seconds}
                 for n in lines

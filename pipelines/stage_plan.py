@@ -135,6 +135,8 @@ class StagePlan:
             first_row, rows, bytes, shard_bytes, digest, mapped, error_class, error_text, attempts, seconds
         again: manifest rows to commit before anything runs (`Manifest.commit_table`): records of an earlier run that
             stand again, remembered failures, and `failed` rows in place of records that would be stale.
+        kept: records in the store of items that the source does not have (any more, or in this job); 0 in a plan of
+            chosen items. They stay, and readers see them.
         mean_bytes, mean_seconds: of past records, None without any.
     """
 
@@ -144,6 +146,7 @@ class StagePlan:
     feeds: tuple[str, ...]
     table: pa.Table
     again: pa.Table
+    kept: int = 0
     mean_bytes: float | None = None
     mean_seconds: float | None = None
     forced: bool = False

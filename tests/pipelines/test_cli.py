@@ -142,6 +142,21 @@ def test_a_changed_input_is_noticed(call: Call, folder: Path) -> None:
     assert call("run", "rooms.yaml")[0] == 0
 
 
+def test_items_that_are_gone_from_the_source_are_counted_and_kept(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    assert "kept in the store" not in call("plan", "rooms.yaml")[1]
+    call("run", "rooms.yaml", "fake.objects=5")  # an item with two records counts once
+    for name in "ac":  # c has no record
+        (folder / "scans" / f"{name}.ply").unlink()
+    plan = object_of(call("plan", "rooms.yaml", "--json")[1])
+    assert {stage["stage"]: stage["kept"] for stage in plan["stages"]} == {"fake": 1, "second": 1}
+    assert plan["totals"]["reuse"] + plan["totals"]["maybe"] == 2
+    table = " ".join(call("plan", "rooms.yaml")[1].split())
+    assert "kept in the store, not in this job's source: fake 1, second 1" in table
+    assert "kept in the store" not in call("plan", "rooms.yaml", "--item", "b")[1]
+    assert "a" in storage.open("store")["fake"]
+
+
 def test_a_missing_shard_is_named_and_made_again(call: Call, folder: Path) -> None:
     call("run", "rooms.yaml")
     before = storage.open("store")["fake"]["a"]["feature"].copy()

@@ -178,6 +178,15 @@ def test_wrong_weights_stop_the_stage_and_name_its_items(runs, source):
     assert {row["error_class"] for row in runs.rows("numbers").values()} == {"WeightsError"}
 
 
+def test_records_hidden_by_wrong_weights_stand_again_at_once_with_the_old_ones(runs, source):
+    runs(job(source, Stage(Numbers())))
+    before = runs.digests("numbers")
+    runs(job(source, Stage(NoWeights())))
+    assert runs.digests("numbers") == {}
+    assert counts(runs(job(source, Stage(Numbers()))), "numbers") == {"reused": 12}
+    assert runs.digests("numbers") == before
+
+
 def test_missing_package_stops_the_stage_and_is_not_held_against_its_items(runs, source):
     summary = runs(job(source, Stage(NoWeights(package=True)), Stage(Sums()), Stage(Numbers(), name="others")))
     assert counts(summary, "numbers") == {"left": 12}
