@@ -335,22 +335,24 @@ def _made(name: str, find: Any, settings: Mapping[str, Any], faults: list[str], 
     except JobError as error:
         faults.append(str(error))
         return None
-    before = len(faults)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     strange = [key for key in settings if key not in fields]
     faults += [f"{name}: {unknown('setting', key, [*fields, *also])}" for key in strange]
     hints = typing.get_type_hints(cls)
+    unset = set()
     for key, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         if required and settings.get(key) is None:
+            unset.add(key)
             faults.append(f"{name}.{key} is not set: {_wish(hints[key])}, as {name}.{key}={_example(hints[key])}")
-    if len(faults) > before:
-        return None
-    types: dict[str, Any] = {key: (_lenient(hints[key]), ...) for key in settings}
+    given = {key: value for key, value in settings.items() if key in fields and key not in unset}
+    types: dict[str, Any] = {key: (_lenient(hints[key]), ...) for key in given}
     model = create_model("Settings", __config__=ConfigDict(arbitrary_types_allowed=True), **types)
     try:
-        checked = model.model_validate(dict(settings))
-        return cls(**{key: getattr(checked, key) for key in settings})
+        checked = model.model_validate(given)
+        if not unset:
+            made = cls(**{key: getattr(checked, key) for key in given})
+            return None if strange else made
     except ValidationError as error:
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"][:1])

@@ -150,6 +150,7 @@ def test_a_file_with_faults_of_every_kind_lists_them_all_at_once(write: Callable
         "source: unknown setting 'splot'; did you mean split?",
         "source.root is not set",
         "fake: unknown setting 'size'",
+        "fake.objects = 'four': Input should be a valid integer",
         "unknown stage votnet: extractor 'votnet'; did you mean votenet?",
         "more.width = 'x': Input should be a valid integer",
         "stage more takes stage 'later', which comes after it: put that first",
