@@ -575,8 +575,8 @@ def test_wrong_places_are_told_with_the_right_ones(door: FrontDoor, spoil: Calla
         (["draw", path, key, str(folder / "a.xyz")], 2, "give a file name that ends in .png"),
         (["draw", path, key, str(folder / "no" / "a.png")], 2, "in a folder that is there"),
         (["draw", path, key, str(folder / "a.png"), "--stage", "virtual_points"], 2, "name a stage that finds objects"),
-        (["export", "virtual_points", str(folder / "file")], 1, f"File exists: '{folder / 'file'}'"),
-        (["make-data", "scannet", str(folder / "file")], 1, "Not a directory"),
+        (["export", "virtual_points", str(folder / "file")], 2, f"{folder / 'file'} is a file"),
+        (["make-data", "scannet", str(folder / "file")], 2, "is a file"),
         (["doctor", "--checkpoint", str(folder / "no.pth")], 2, "no.pth: no such file"),
         (["doctor", "--checkpoint", str(folder)], 2, "a folder, expected a file"),
     ):
