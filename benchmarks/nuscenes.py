@@ -1,9 +1,9 @@
 """The three detectors of NuScenes-QA on the CPU: key frames per minute, the share of each part, memory.
 
-Each detector runs in a process of its own, on one thread and on all of the machine's, over key frames with ten sweeps:
-made-up ones of a street's size, or nuScenes' own with `--root`. A key frame counts from its files to its objects'
-features. Memory is the process's peak, weights and imports included. `benchmarks/nuscenes_index.py` has the tables,
-`benchmarks/gpu.py` the GPU.
+Each detector runs in a process of its own, on one thread and on all of the machine's, over key frames with ten sweeps
+(two with `--quick`): made-up ones of a street's size, or nuScenes' own with `--root`. A key frame counts from its files
+to its objects' features. Memory is the process's peak, weights and imports included. `benchmarks/nuscenes_index.py` has
+the tables, `benchmarks/gpu.py` the GPU.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from extractors.base import Weights
 from extractors.inference import inference
 
 
-def measure(name: str, threads: int, count: int, root: str | None) -> dict[str, Any]:
+def measure(name: str, threads: int, count: int, sweeps: int, root: str | None) -> dict[str, Any]:
     """One detector in this process: seconds of a key frame, the share of each part, peak memory."""
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        frames = list(key_frames(count, root, Path(folder)))
+        frames = list(key_frames(count, root, sweeps, Path(folder)))
         extractor = DETECTORS[name](weights=Weights("untrained:0"))
         run = extractor.load("cpu")
         seconds = []
@@ -72,7 +72,7 @@ def main() -> None:
     count = 1 if options.quick else 5
     if options.only:
         name, threads = options.only.split(":")
-        print(json.dumps(measure(name, int(threads), count, options.root)))
+        print(json.dumps(measure(name, int(threads), count, 2 if options.quick else 10, options.root)))
         return
     every = len(os.sched_getaffinity(0))
     figures: dict[str, Any] = {"key_frames": options.root or "made up"}
