@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -111,7 +111,7 @@ class Folder:
             StoreUnwritable: disk full, read-only, no permission; the temporary file is gone.
         """
         with unwritable(self.path(folder)), self._temporary(folder) as temporary:
-            with _flowing(temporary):
+            with _flowing(temporary) if self.local is not None else nullcontext():  # else it only waits for its upload
                 name = "/".join(filter(None, [folder, write(temporary)]))
             size = os.path.getsize(temporary)
             if self.local is None:
