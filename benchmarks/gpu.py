@@ -227,6 +227,13 @@ class Detector:
         }
 
 
+def spent(clock: Clock, name: str) -> dict[str, float]:
+    """Seconds of each part of a detector after `once`, its submodules timed too; they add up to the whole."""
+    inner = {part: clock.seconds[part] for part in PARTS[name]}
+    rest = clock.seconds["map"] - sum(inner.values())
+    return {**inner, "rest of the map": rest, "head": clock.seconds["head"], "crop": clock.seconds["crop"]}
+
+
 def measure(detector: Detector, dtype: str, batches: Sequence[int], repeats: int) -> dict[str, Any]:
     """Speed by batch size, `failed` where the dtype or the memory does not do; parts and outputs at the last one."""
     by_batch: dict[str, Any] = {}
@@ -253,10 +260,8 @@ def measure(detector: Detector, dtype: str, batches: Sequence[int], repeats: int
         by_batch[str(count)] = {"key_frames_per_s": count / float(np.median(times))}
         if cuda:
             by_batch[str(count)]["peak_gib"] = torch.cuda.max_memory_allocated(detector.device) / 2**30
-        inner = {name: clock.seconds[name] for name in PARTS[detector.name]}
-        rest = clock.seconds["map"] - sum(inner.values())
-        parts = {**inner, "rest of the map": rest, "head": clock.seconds["head"], "crop": clock.seconds["crop"]}
-        by_batch[str(count)]["parts_ms_per_key_frame"] = {name: 1e3 * spent / count for name, spent in parts.items()}
+        parts = spent(clock, detector.name)
+        by_batch[str(count)]["parts_ms_per_key_frame"] = {part: 1e3 * taken / count for part, taken in parts.items()}
     return figures
 
 

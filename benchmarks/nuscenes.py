@@ -20,7 +20,7 @@ from typing import Any
 
 import harness
 import torch
-from gpu import DETECTORS, PARTS, Clock, Detector, key_frames
+from gpu import DETECTORS, PARTS, Clock, Detector, key_frames, spent
 
 from extractors.base import Weights
 from extractors.inference import inference
@@ -55,12 +55,9 @@ def shares(name: str, frames: list[dict[str, Any]]) -> dict[str, float]:
         for one in prepared:
             detector.prepared = [one]
             detector.once(1, "float32", clock)
-    spent = {part: clock.seconds[part] for part in PARTS[name]}
-    spent["rest of the map"] = clock.seconds["map"] - sum(spent.values())
-    spent |= {"head": clock.seconds["head"], "crop": clock.seconds["crop"]}
-    spent["preparation"] = detector.prepare_s * len(frames)
-    total = sum(spent.values())
-    return {part: round(one / total, 4) for part, one in spent.items()}
+    parts = {**spent(clock, name), "preparation": detector.prepare_s * len(frames)}
+    total = sum(parts.values())
+    return {part: round(one / total, 4) for part, one in parts.items()}
 
 
 def main() -> None:
