@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from deltalake import DeltaTable
+from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
@@ -219,8 +219,13 @@ class Manifest:
             self.folder.local.mkdir(parents=True, exist_ok=True)
         # Without log clean-up a lock file can name a snapshot of any age.
         settings = {"delta.enableExpiredLogCleanup": "false"}
-        with suppress(DeltaError):  # of two processes that make it at the same time one fails
-            DeltaTable.create(self._url, SCHEMA, mode="ignore", partition_by=["stage"], configuration=settings)
+        # Of processes that make it at the same time one succeeds. A retry would be a second start amid the others'
+        # commits, under a new id.
+        once = CommitProperties(max_commit_retries=0)
+        with suppress(DeltaError):
+            DeltaTable.create(
+                self._url, SCHEMA, mode="ignore", partition_by=["stage"], configuration=settings, commit_properties=once
+            )
         return open_table(self._url, None)
 
     def _write(self, stage: str, rows: pa.Table, change: bool) -> AddAction:

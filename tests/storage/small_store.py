@@ -59,10 +59,16 @@ def temporary_files(store: Path) -> list[Path]:
     return [path for path in store.rglob("*") if path.name.startswith(".tmp-")]
 
 
-def commit_again_and_again(url: str, process: int, commits: int) -> None:
-    """Commit one item of this process's own and one that all share, several times."""
-    for attempt in range(1, commits + 1):
-        Manifest(url).commit([row(f"process {process}", attempts=attempt), row("shared", run=f"{process}")])
+def commit_again_and_again(urls: list[str], together: Any, process: int, commits: int) -> None:
+    """Commit one item of this process's own and one that all share, several times to each of several stores.
+
+    Args:
+        together: a barrier: all processes make a store at the same time.
+    """
+    for url in urls:
+        together.wait()
+        for attempt in range(1, commits + 1):
+            Manifest(url).commit([row(f"process {process}", attempts=attempt), row("shared", run=f"{process}")])
 
 
 def killed_before_commit(url: str) -> None:

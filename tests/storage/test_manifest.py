@@ -38,20 +38,22 @@ def before_the_next_transaction(monkeypatch: pytest.MonkeyPatch, action: Callabl
     monkeypatch.setattr(storage.manifest, "transact", transact)
 
 
-def test_rows_of_four_processes_that_commit_at_once_are_all_there(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=commit_again_and_again, args=(str(tmp_path), i, 5)) for i in range(4)]
+def test_rows_of_four_processes_that_make_stores_at_once_are_all_there(tmp_path: Path) -> None:
+    spawn, stores = multiprocessing.get_context("spawn"), [tmp_path / str(i) for i in range(6)]
+    arguments = ([str(store) for store in stores], spawn.Barrier(4, timeout=30))
+    processes = [spawn.Process(target=commit_again_and_again, args=(*arguments, i, 3)) for i in range(4)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0] * 4
-    manifest = Manifest(tmp_path)
-    assert manifest.rows("objects").num_rows == 40
-    assert newest(manifest, "attempts") == {f"process {i}": 5 for i in range(4)} | {"shared": 1}
-    for i in range(4):
-        attempts = manifest.rows("objects", ["item", "attempts"]).filter(pa.compute.field("item") == f"process {i}")
-        assert attempts["attempts"].to_pylist() == [5, 4, 3, 2, 1]
+    for manifest in map(Manifest, stores):
+        assert manifest.rows("objects").num_rows == 24
+        assert newest(manifest, "attempts") == {f"process {i}": 3 for i in range(4)} | {"shared": 1}
+        for i in range(4):
+            attempts = manifest.rows("objects", ["item", "attempts"]).filter(pa.compute.field("item") == f"process {i}")
+            assert attempts["attempts"].to_pylist() == [3, 2, 1]
+        assert Manifest(manifest.folder.url, 0).id == manifest.id
 
 
 def test_a_later_commit_counts_even_if_its_clock_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
