@@ -171,7 +171,6 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
         if "scenecache" not in file.attrs:
             raise CorruptShard("the file has no 'scenecache' attribute; was it written by another program?")
         schema = Schema.from_json(json.loads(file.attrs["scenecache"]))
-        rows = len(file["item"])
         for column_name, column in schema.columns.items():
             dataset = file[column_name]
             offset = dataset.id.get_offset() if not column.numpy.hasobject else None
@@ -180,7 +179,7 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
                 columns[column_name] = values
             else:
                 columns[column_name] = _decoded(column_name, column, opened, (path, state), len(dataset))
-    return Shard(schema, columns, [rows])
+    return Shard(schema, columns)
 
 
 def _decoded(name: str, column: Column, opened: Any, source: tuple, rows: int) -> Decoded:

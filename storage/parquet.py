@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 from storage.errors import CorruptShard
 from storage.files import Folder
 from storage.schema import Column, Record, Schema, one_nan
-from storage.shards import Bits, Decoded, Grouped, Narrow, Ranged, Shard, Text, Values, map_file, prove
+from storage.shards import Bits, Decoded, Grouped, Mapped, Narrow, Ranged, Shard, Text, Values, map_file, prove
 
 SUFFIX = ".parquet"
 MAX_BYTES = 1 << 30  # of one shard: a page's size is a signed 32-bit number
@@ -188,7 +188,7 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
         raise CorruptShard("the file has no 'scenecache' schema in its metadata; was it written by another program?")
     schema = Schema.from_json(json.loads(file.arrow.metadata[b"scenecache"]))
     columns = {name: _values(file, name, column, mapped) for name, column in schema.columns.items()}
-    return Shard(schema, columns, file.stops)
+    return Shard(schema, columns)
 
 
 def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
@@ -210,25 +210,24 @@ def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
         sizes = list(map(int, file.arrow.field(field).metadata[b"value_bytes"].split()))
     elif bits:
         sizes = [-(-(stop - start) * width // 8) for start, stop in zip(starts, stops, strict=True)]
-    else:  # as from the shard's first row: the groups before take at least as much room as the values of their rows
-        sizes = [stop * width * raw.itemsize for stop in stops]
+    else:
+        sizes = [(stop - start) * width * raw.itemsize for start, stop in zip(starts, stops, strict=True)]
     begins = [end - size for end, size in zip(ends, sizes, strict=True)]
     length = buffer.size if buffer is not None else file.state[1]
     if not all(0 <= begin <= end <= length for begin, end in zip(begins, ends, strict=True)):
         raise CorruptShard(f"shard {path}: the footer names values of {name!r} outside of the file")
+    if buffer is not None and not (text or bits):
+        values = Mapped(buffer, raw, dims, stops, begins)
+        return Narrow(values, dtype) if narrow else values
     fs = file.folder.fs if buffer is None else None
 
     def make(group: int) -> Values:
         begin, end = begins[group], ends[group]
-        if text:
-            assert buffer is not None
-            return Text(memoryview(buffer)[begin:end], starts[group], stops[group], _TEXT[column.dtype], path)
         if buffer is None:
-            return Ranged(fs, path, begin, dtype, dims)
-        if bits:
-            return Bits(np.ndarray(end - begin, np.uint8, buffer, begin), dims, starts[group])
-        values: np.ndarray = np.ndarray((stops[group], *dims), raw, buffer, begin)
-        return Narrow(values, dtype) if narrow else values
+            return Ranged(fs, path, begin, dtype, dims, starts[group])
+        if text:
+            return Text(memoryview(buffer)[begin:end], starts[group], stops[group], _TEXT[column.dtype], path)
+        return Bits(np.ndarray(end - begin, np.uint8, buffer, begin), dims, starts[group])
 
     return Grouped(stops, make)
 

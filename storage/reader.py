@@ -147,10 +147,8 @@ class _Index:
     """Where the records of a stage lie.
 
     Attributes:
-        position: by key, where in `spans` its three numbers begin.
-        spans: place, first row and last row + 1 of every record, side by side: one cache miss a lookup. The place is
-            the number of the shard and, once the record was read, also that of its row group: shard + shards * (1 +
-            group). So a place leads straight to arrays.
+        position: number of every key's record.
+        spans: shard, first row and rows of every record, side by side.
         shards: file, size in bytes and `mapped` of each shard.
     """
 
@@ -167,7 +165,7 @@ class _Stage:
         self._found: dict[str, Row | None] = {}
         self._index: _Index | None = None
         self._schema: Schema | None = None
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Stage, (self.manifest, self.name)  # index and mappings are made anew where it arrives
@@ -175,7 +173,7 @@ class _Stage:
     @property
     def index(self) -> _Index:
         if self._index is None:
-            with self._lock:
+            with self.lock:
                 if self._index is None:
                     self._index = self._read_index()
         return self._index
@@ -192,10 +190,9 @@ class _Stage:
         numbers = encoded.indices.to_numpy()
         _, samples = np.unique(numbers, return_index=True)
         sizes, mapped = table["shard_bytes"].to_numpy()[samples].tolist(), table["mapped"].to_numpy()[samples].tolist()
-        first = table["first_row"].to_numpy()
-        spans = np.stack([numbers.astype(np.int64), first, first + table["rows"].to_numpy()], axis=1)
+        spans = np.stack([numbers, table["first_row"].to_numpy(), table["rows"].to_numpy()], axis=1).astype(np.int64)
         return _Index(
-            dict(zip(table["item"].to_pylist(), range(0, 3 * table.num_rows, 3), strict=True)),
+            dict(zip(table["item"].to_pylist(), range(table.num_rows), strict=True)),
             array("q", spans.tobytes()),
             list(zip(encoded.dictionary.to_pylist(), sizes, mapped, strict=True)),
         )
@@ -244,8 +241,13 @@ class Records(Mapping[str, Record]):
     def __init__(self, stage: _Stage, columns: tuple[str, ...] | None = None) -> None:
         self._stage = stage
         self._names = columns
+        # What a read needs of a record is in one place of memory: the shard's number + 1 (0 before the record's first
+        # read), the number of elements, and where each column's values start.
+        self._places = array("i")
+        self._width = 0  # of a place
+        self._columns: list[list[tuple[str, Any, int]]] = [[]]  # by shard + 1: name, values, step (see `Shard.reach`)
         self._shards: dict[int, Shard] = {}
-        self._open: dict[int, list[tuple[str, Values]]] = {}  # by place
+        self._position: Mapping[str, int] = {}  # the index's, once the above is laid out
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Records, (self._stage, self._names)
@@ -293,47 +295,59 @@ class Records(Mapping[str, Record]):
         """(key,) number of the shard that holds each record, -1 for a key without one: what is near what on disk."""
         index = self._stage.index
         positions = (index.position.get(key, -1) for key in keys)
-        shards = len(index.shards)
-        return np.array([-1 if position < 0 else index.spans[position] % shards for position in positions], np.int64)
+        return np.array([-1 if position < 0 else index.spans[3 * position] for position in positions], np.int64)
 
     def __getitem__(self, key: str) -> Record:
-        index = self._stage._index
-        if index is None:
-            if not self._stage.many_lookups():
-                return self._read(self._stage.readable(key))
-            index = self._stage.index
         try:
-            position = index.position[key]
+            position = self._position[key]
         except (KeyError, TypeError):
-            self._stage.readable(key)  # raises with the reason
-            raise
-        spans = index.spans
-        try:
-            columns = self._open[spans[position]]
-        except KeyError:
-            columns = self._columns(index, position)
-        first, stop = spans[position + 1], spans[position + 2]
+            return self._find(key)
+        places, at = self._places, position * self._width
+        columns = self._columns[places[at]] or self._reach(position)
+        rows = places[at + 1]
         record = {}
-        for name, values in columns:  # a comprehension would cost a call
-            record[name] = values[first:stop]
+        for name, values, step in columns:  # a comprehension would cost a call
+            start = places[at + 2]
+            record[name] = values[start : start + rows * step : step]
+            at += 1
         return record
 
-    def _columns(self, index: _Index, position: int) -> list[tuple[str, Values]]:
-        """The columns in the row group that holds a record; from now on the record's span names that group."""
-        shards, spans = index.shards, index.spans
-        number = spans[position] % len(shards)
+    def _find(self, key: str) -> Record:
+        """`__getitem__` before the index is laid out, and for what is not in it."""
+        if self._position or not (self._stage.indexed or self._stage.many_lookups()):
+            return self._read(self._stage.readable(key))
+        index = self._stage.index
+        if key not in index.position:
+            return self._read(self._stage.readable(key))
+        with self._stage.lock:
+            if not self._position:
+                number = index.spans[3 * index.position[key]]
+                self._shards[number] = shard = self._stage.open(index.shards[number])
+                self._width = 2 + len(self._names or shard.columns)
+                self._places = array("i", bytes(4 * self._width * len(index.position)))
+                self._columns = [[] for _ in range(1 + len(index.shards))]
+                self._position = index.position  # last: other threads may be reading
+        return self[key]
+
+    def _reach(self, position: int) -> list[tuple[str, Any, int]]:
+        """Fill in the place of a record; returns its shard's columns."""
+        index = self._stage.index
+        number, first, rows = index.spans[3 * position : 3 * position + 3]
         if number not in self._shards:
-            self._shards[number] = self._stage.open(shards[number])
+            self._shards[number] = self._stage.open(index.shards[number])
         shard = self._shards[number]
-        group = shard.group(spans[position + 1])
-        place = number + len(shards) * (1 + group)
-        if place not in self._open:
-            columns = [(name, shard.part(group, name)) for name in self._names or shard.columns]
-            if shard.schema.element is None:
-                columns = [(name, _Single(values)) for name, values in columns]
-            self._open[place] = columns
-        spans[position] = place
-        return self._open[place]
+        names = self._names or tuple(shard.columns)
+        ways = [shard.reach(name, first) for name in names]
+        if not self._columns[1 + number]:
+            single = shard.schema.element is None
+            self._columns[1 + number] = [
+                (name, _Single(values) if single else values, step)
+                for name, (values, _, step) in zip(names, ways, strict=True)
+            ]
+        at = position * self._width
+        self._places[at + 1 : at + self._width] = array("i", [rows, *(start for _, start, _ in ways)])
+        self._places[at] = 1 + number  # last, too
+        return self._columns[1 + number]
 
     def _read(self, row: Row) -> Record:
         return read_record(self._stage.manifest.folder, row, columns=self._names)

@@ -47,29 +47,57 @@ class Shard:
     Attributes:
         schema: what its columns are.
         columns: their values.
-        stops: where each row group ends (last row + 1).
     """
 
     schema: Schema
     columns: Mapping[str, Values]
-    stops: Sequence[int]
 
-    def group(self, row: int) -> int:
-        """Number of the row group that holds a row."""
-        return _group(self.stops, row)
-
-    def part(self, group: int, name: str) -> Values:
-        """A column as one row group has it: quicker to read from, but for the records in that group alone."""
+    def reach(self, name: str, row: int) -> tuple[Any, int, int]:
+        """The shortest way to a record that begins at a row: `values`, `start` and `step` such that
+        `values[start : start + n * step : step]` are its n elements; `values` and `step` are the whole shard's."""
         values = self.columns[name]
-        return values.part(group) if isinstance(values, Grouped) else values
+        if isinstance(values, Mapped):
+            return values.at, values.start(row), values.step
+        return values, row, 1
 
 
 def _group(stops: Sequence[int], row: int) -> int:
     return min(bisect_right(stops, row), len(stops) - 1)  # a record without elements may stand behind the last row
 
 
+class Mapped:
+    """Values as numpy has them, in the row groups of a mapped file.
+
+    Args:
+        stops: where each group ends.
+        begins: byte of the file where the values of each group begin.
+
+    Attributes:
+        at: (byte, *dims) the element that begins at each byte of the file: one array, whatever the groups. One array a
+            group would be found in slow memory, again and again, where keys are read in random order.
+        step: bytes from one element to the next.
+    """
+
+    def __init__(
+        self, buffer: pa.Buffer, dtype: np.dtype, dims: tuple[int, ...], stops: Sequence[int], begins: Sequence[int]
+    ) -> None:
+        first: np.ndarray = np.ndarray((1, *dims), dtype, buffer)
+        self.step, self._stops, self._begins = first.nbytes, stops, begins
+        shape, strides = (buffer.size - self.step + 1, *dims), (1, *first.strides[1:])
+        self.at: np.ndarray = np.ndarray(shape, dtype, buffer, 0, strides)
+
+    def start(self, row: int) -> int:
+        """Byte of the file where a row begins."""
+        group = _group(self._stops, row)
+        return self._begins[group] + (row - (self._stops[group - 1] if group else 0)) * self.step
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        start = self.start(rows.start)
+        return self.at[start : start + (rows.stop - rows.start) * self.step : self.step]
+
+
 class Grouped:
-    """A column over the row groups of a shard; what reads from a group is made when it is first needed.
+    """A column whose row groups are read each in its own way; what reads from a group is made when it is first needed.
 
     Args:
         stops: where each group ends.
@@ -81,13 +109,11 @@ class Grouped:
         self._parts: dict[int, Values] = {}
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        return self.part(_group(self._stops, rows.start))[rows]
-
-    def part(self, group: int) -> Values:
+        group = _group(self._stops, rows.start)
         try:
-            return self._parts[group]
+            return self._parts[group][rows]
         except KeyError:
-            return self._parts.setdefault(group, self._make(group))
+            return self._parts.setdefault(group, self._make(group))[rows]
 
 
 class Bits:
@@ -107,7 +133,7 @@ class Bits:
 class Narrow:
     """Integers of 8 and 16 bits, which Parquet keeps in 32."""
 
-    def __init__(self, data: np.ndarray, dtype: np.dtype) -> None:
+    def __init__(self, data: Mapped, dtype: np.dtype) -> None:
         self._data, self._dtype = data, dtype
 
     def __getitem__(self, rows: slice) -> np.ndarray:
@@ -117,14 +143,14 @@ class Narrow:
 
 
 class Ranged:
-    """Values of a remote shard, read by byte range."""
+    """Values of a remote shard, read by byte range; `offset` is where row `first` begins."""
 
-    def __init__(self, fs: Any, path: str, offset: int, dtype: np.dtype, dims: tuple[int, ...]) -> None:
+    def __init__(self, fs: Any, path: str, offset: int, dtype: np.dtype, dims: tuple[int, ...], first: int) -> None:
         self._fs, self._path, self._offset, self._dtype, self._dims = fs, path, offset, dtype, dims
-        self._width = math.prod(dims) * dtype.itemsize
+        self._width, self._first = math.prod(dims) * dtype.itemsize, first
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        first, last = (self._offset + row * self._width for row in (rows.start, rows.stop))
+        first, last = (self._offset + (row - self._first) * self._width for row in (rows.start, rows.stop))
         data = self._fs.cat_file(self._path, first, last) if last > first else b""
         return np.frombuffer(data, self._dtype).reshape(-1, *self._dims)
 
