@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,11 @@ class Golden:
     recipe: dict[str, Any]
     arrays: Mapping[str, np.ndarray]
     weights: ModuleType
+
+    def check_recipe(self, *known: str) -> None:
+        """Fail where the recipe asks for what the caller doesn't do."""
+        if unknown := self.recipe.keys() - {"model", "salt", *known}:
+            pytest.fail(f"the recipe asks for {sorted(unknown)}, which this test doesn't know")
 
     def state(self) -> dict[str, np.ndarray]:
         """The state_dict that the reference ran with, in its own key names."""
@@ -80,30 +86,38 @@ class Golden:
         return (self.arrays[tap] if tap in self.arrays else self.arrays[f"{tap}.value"]).dtype
 
 
-def _files(folder: Path, model: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+@functools.cache  # pytest keeps a fixture as long as its parameter is the same object
+def _files(folder: Path, model: str) -> list[tuple[Path, dict[str, Any]]]:
+    found = []
     for path in sorted(folder.glob("*.npz")):
         with np.load(path) as arrays:
             if "recipe" in arrays:
                 recipe = json.loads(str(arrays["recipe"]))
                 if recipe.get("model") == model:
-                    yield path, recipe
+                    found.append((path, recipe))
+    return found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`@pytest.mark.golden("MODEL")` runs the test once per reference file of the model, as the fixture `golden`."""
+    """`@pytest.mark.golden("MODEL")` runs the test once per reference file of the model, as the fixture `golden`.
+
+    The tests of a module take one file after the other, so that a fixture of the module that depends on `golden` (a
+    pass of a network) is made once per file.
+    """
     marker = metafunc.definition.get_closest_marker("golden")
     if marker is None:
         return
     folder = (metafunc.config.rootpath / str(metafunc.config.getoption("--golden"))).resolve()
-    cases = list(_files(folder, marker.args[0])) if folder.is_dir() else []
+    cases = _files(folder, marker.args[0]) if folder.is_dir() else []
     if not cases:
         skip = pytest.mark.skip(reason=f"no file for {marker.args[0]} in {folder}: give the folder with --golden")
-        metafunc.parametrize("golden", [pytest.param(None, marks=skip, id=marker.args[0])], indirect=True)
+        none = pytest.param(None, marks=skip, id=marker.args[0])
+        metafunc.parametrize("golden", [none], indirect=True, scope="module")
         return
-    metafunc.parametrize("golden", cases, ids=[path.stem for path, _ in cases], indirect=True)
+    metafunc.parametrize("golden", cases, ids=[path.stem for path, _ in cases], indirect=True, scope="module")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def golden(request: pytest.FixtureRequest) -> Golden:
     path, recipe = request.param
     spec = importlib.util.spec_from_file_location("golden_weights", path.parent / "weights.py")

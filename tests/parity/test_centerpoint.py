@@ -1,4 +1,4 @@
-"""CenterPoint behind its sparse encoder, and its whole post-processing, against mmdetection3d's outputs."""
+"""CenterPoint's voxels, network and whole post-processing against mmdetection3d's outputs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,18 @@ import torch
 from extractors.base import Weights
 from extractors.center_head import TASKS, Candidates, CenterHead
 from extractors.centerpoint import CenterPoint
-from extractors.centerpoint_network import CenterPointNetwork, sparse_batch
-from extractors.inputs import LidarScan, LidarSweeps
+from extractors.centerpoint_network import CenterPointNetwork
+from extractors.voxels import voxelize
+from tests.parity.centerpoint_pass import Pass, run
 
-KEY_FRAME = "n015-2018-07-24-11-22-45+0800__LIDAR_TOP__1532402927647951.pcd.bin"
+SIZE, RANGE = (0.075, 0.075, 0.2), (-54, -54, -5, 54, 54, 3)
 MAPS = {"reg": 2, "height": 1, "dim": 3, "rot": 2, "vel": 2, "heatmap": 0}
 
 
-def key_frame(data_dir: Path, recipe: dict[str, Any]) -> LidarSweeps:
-    """The reference's scan, without sweeps."""
-    if unknown := recipe.keys() - {"model", "salt", "negate_x"}:
-        pytest.fail(f"the recipe asks for {sorted(unknown)}, which this test doesn't know")
-    path = data_dir / "nuscenes" / KEY_FRAME
-    if not path.is_file():
-        pytest.skip(f"no {path}")
-    points = np.fromfile(path, np.float32).reshape(-1, 5)
-    if recipe.get("negate_x"):
-        points[:, 0] *= -1
-    return LidarSweeps(LidarScan(points, np.eye(4), 0.0), (), 0, np.eye(4))
+@pytest.fixture(scope="module")
+def passed(golden: Any, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pass:
+    """The network's pass over a reference file's key frame."""
+    return run(golden, data_dir, tmp_path_factory.mktemp("weights"))
 
 
 def synthetic(recipe: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -78,22 +72,27 @@ def assert_same_boxes(ours: dict[str, np.ndarray], arrays: Any, prefix: str) -> 
 
 
 @pytest.mark.golden("centerpoint_mmdet3d")
-def test_centerpoint_equals_the_reference(golden: Any, data_dir: Path, tmp_path: Path) -> None:
-    torch.save({"state_dict": {k: torch.from_numpy(v) for k, v in golden.state().items()}}, tmp_path / "weights.pth")
-    extractor = CenterPoint(weights=Weights(str(tmp_path / "weights.pth")), pad_empty=False)
-    network = extractor.build()
-    head, arrays = network.pts_bbox_head, golden.arrays
-    scan = extractor.prepare("key frame", key_frame(data_dir, golden.recipe))
+def test_voxels_equal_the_reference(golden: Any, passed: Pass) -> None:
+    """Of the points strictly inside the range, the ring replaced by a time lag of 0."""
+    points = np.concatenate([passed.points[:, :4], np.zeros((len(passed.points), 1), np.float32)], 1)
+    inside = ((points[:, :3] > np.array(RANGE[:3])) & (points[:, :3] < np.array(RANGE[3:]))).all(1)
+    assert inside.sum() == int(golden.arrays["input.num_points_in_range"][0])
+    voxels = voxelize(points[inside], SIZE, RANGE, 10, 120_000)
+    coords = np.insert(voxels.coords, 0, 0, axis=1)
+    golden.check({"voxel.coors": coords, "voxel.num_points": voxels.counts, "voxel.mean": voxels.mean})
+    np.testing.assert_array_equal(passed.voxels.coords, voxels.coords)
+    np.testing.assert_array_equal(passed.voxels.mean, voxels.mean)
 
-    with torch.inference_mode():
-        encoded, _ = network.pts_middle_encoder(sparse_batch([(scan.coords, scan.mean)], extractor.voxels, "cpu"))
-        maps = network.pts_backbone(encoded)
-        bev = network.pts_neck(maps)
-        shared, outputs, (quick,) = head.shared_conv(bev), head(bev), head.find(bev)
-    heads = {f"head.{name.removeprefix('task').replace('_', '.')}": value for name, value in outputs.items()}
-    rows = bev[0].flatten(1).T[torch.from_numpy(arrays["middle.bev_rows.cell"]).long()]
-    taps = {"middle.bev": encoded, "second.0": maps[0], "second.1": maps[1], "neck.bev": bev, "neck.bev_rows": rows}
-    golden.check({tap: value.numpy() for tap, value in {**taps, "head.shared": shared, **heads}.items()})
+
+@pytest.mark.golden("centerpoint_mmdet3d")
+def test_sparse_encoder_equals_the_reference(golden: Any, passed: Pass) -> None:
+    golden.check({tap: value for tap, value in passed.taps.items() if tap.startswith(("sparse.", "middle."))})
+
+
+@pytest.mark.golden("centerpoint_mmdet3d")
+def test_centerpoint_equals_the_reference(golden: Any, passed: Pass) -> None:
+    head, outputs, arrays = passed.head, passed.outputs, golden.arrays
+    golden.check({tap: value for tap, value in passed.taps.items() if tap.startswith(("second.", "neck.", "head."))})
 
     decoded = [head.decode(outputs, task)[0] for task in range(len(TASKS))]
     for task, found in enumerate(decoded):
@@ -114,11 +113,11 @@ def test_centerpoint_equals_the_reference(golden: Any, data_dir: Path, tmp_path:
     ours = final(head, decoded, arrays["final.score_threshold"])
     assert_same_boxes(ours, arrays, "final")
     thresholds = arrays["final.score_threshold"][np.array([0, 1, 1, 2, 2, 3, 4, 4, 5, 5])]
-    sure = quick.scores > thresholds[quick.labels]
+    sure = passed.found.scores > thresholds[passed.found.labels]
     quickly = {
-        "boxes": quick.boxes[sure],
-        "scores": quick.scores[sure],
-        "labels": quick.labels[sure],
+        "boxes": passed.found.boxes[sure],
+        "scores": passed.found.scores[sure],
+        "labels": passed.found.labels[sure],
         "cell": ours["cell"],
     }
     assert_same_boxes(quickly, arrays, "final")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,230 +12,22 @@ import torch
 from torch import Tensor
 
 from extractors import modality_fusion
-from extractors.base import Weights
 from extractors.boxes3d import CLASSES, bottom_from_centre, corners
-from extractors.inputs import Camera, Cameras
 from extractors.masks import Instance
-from extractors.msmdfusion import MSMDFusion
-from extractors.msmdfusion_inputs import (
-    CAMERAS,
-    IMAGE_SIZE,
-    PADDED,
-    POINT_RANGE,
-    RESIZED,
-    Frame,
-    depth_canvas,
-    lidar_to_image,
-    read_images,
-)  # fmt: skip
-from extractors.msmdfusion_network import VOXEL, MSMDFusionNetwork, normalised, voxel_tensor
-from extractors.safe_pickle import read_pickle
-from extractors.sparse_conv import SparseTensor
+from extractors.msmdfusion_inputs import CAMERAS, IMAGE_SIZE, PADDED, POINT_RANGE, RESIZED, lidar_to_image
+from extractors.msmdfusion_network import MSMDFusionNetwork
 from extractors.virtual_points import make_points
+from tests.parity.key_frame import read_cameras, read_info, read_points
+from tests.parity.msmdfusion_pass import STAGES, Pass, in_order, run, sparse_taps, statistics
 
-STAGES = (1, 2, 3, 4)
 LOOSE = 1e-2  # where the official result hangs on how a library treats a voxel given twice
-CPU = torch.device("cpu")
 OUTPUTS = ("center", "height", "dim", "rot", "vel", "heatmap", "query_heatmap_score")
 
 
-@dataclass
-class Pass:
-    """The network over a reference file's input, three ways: `exact`, `legacy`, `full` (image features unscaled)."""
-
-    network: MSMDFusionNetwork
-    taps: dict[str, Any] = field(default_factory=dict)
-    sparse: dict[str, SparseTensor] = field(default_factory=dict)
-    bev: dict[str, Tensor] = field(default_factory=dict)
-    same_order: bool = False  # this machine's unstable sort leaves equal float keys as the reference's did
-
-
-def info_of(data_dir: Path) -> tuple[dict[str, Any], Path]:
-    files = sorted((data_dir / "nuscenes").glob("*.pkl"))
-    if not files:
-        pytest.skip(f"no info pickle in {data_dir / 'nuscenes'}")
-    return read_pickle(files[0]), files[0].parent
-
-
-def cameras_of(data_dir: Path) -> Cameras:
-    """The six cameras of the real key frame, calibrated as the reference had it: by `lidar2cam` alone."""
-    info, folder = info_of(data_dir)
-    return Cameras(
-        tuple(
-            Camera(name, folder / one["img_path"], np.array(one["cam2img"]), np.linalg.inv(one["lidar2cam"]), None)
-            for name, one in info["data_list"][0]["images"].items()
-        )
-    )
-
-
-def points_of(data_dir: Path) -> np.ndarray:
-    info, folder = info_of(data_dir)
-    points = np.fromfile(folder / info["data_list"][0]["lidar_points"]["lidar_path"], np.float32).reshape(-1, 5)
-    points[:, 4] = 0
-    return points
-
-
-def frame_of(golden: Any, data_dir: Path) -> Frame:
-    if unknown := golden.recipe.keys() - {"model", "salt", "negate_x", "mirror_images"}:
-        pytest.fail(f"the recipe asks for {sorted(unknown)}, which this test doesn't know")
-    arrays = golden.arrays
-    images, projections = read_images(cameras_of(data_dir), "key frame")
-    if golden.recipe.get("mirror_images"):
-        images = np.ascontiguousarray(images[:, :, ::-1])
-    points = points_of(data_dir)
-    if golden.recipe.get("negate_x"):
-        points[:, 0] *= -1
-    np.testing.assert_allclose(projections, arrays["lidar2img"], atol=1e-9)
-    assert len(points) == arrays["points.count"]
-    np.testing.assert_array_equal(points[: len(arrays["points.head"])], arrays["points.head"])
-    camera, real = (np.repeat(np.arange(6), arrays[f"{name}.count"]) for name in ("fg_pixels", "fg_real_pixels"))
-    return Frame(
-        points=points,
-        images=images,
-        lidar_to_image=projections.astype(np.float32),
-        depth=depth_canvas(arrays["fg_real_pixels"], real),
-        pixels=arrays["fg_pixels"],
-        camera=camera,
-        painted=arrays["fg_points"],
-        embeddings=tuple(arrays[f"emb.stage{stage}"] for stage in STAGES),
-    )
-
-
-def run(golden: Any, data_dir: Path, folder: Path) -> Pass:
-    checkpoint = folder / "weights.pth"
-    state = {key: torch.from_numpy(value) for key, value in golden.state().items()}
-    torch.save({"state_dict": state, "meta": {}}, checkpoint)
-    network = MSMDFusion(weights=Weights(str(checkpoint))).build()
-    frame = frame_of(golden, data_dir)
-    ours = Pass(network)
-    with torch.inference_mode():
-        images = normalised(frame.images, CPU)
-        pyramid = network.img_neck(network.img_backbone(images))
-        voxels = voxel_tensor(frame.points, VOXEL, network.pts_middle_encoder.shape, CPU)
-        x_lidar, stages = network.pts_middle_encoder(voxels)
-        canvas = torch.from_numpy(frame.depth)[:, None]
-        small = torch.nn.functional.interpolate(canvas, size=pyramid[0].shape[2:], mode="bilinear")[:, 0].numpy()
-        ours.taps |= {"img": images, "x_lidar": x_lidar, "depth_map_p2": small}
-        ours.taps |= {f"fpn{i}": level for i, level in enumerate(pyramid)}
-        ours.sparse |= {"lidar_voxels": voxels, **{f"encoder{i}": stage for i, stage in enumerate(stages)}}
-        scaled = [level * 2**-11 for level in pyramid]
-        for name, levels in (("exact", scaled), ("legacy", scaled), ("full", pyramid)):
-            with watched(ours, name), pytest.MonkeyPatch.context() as patch:
-                network.pairing = "legacy_float" if name == "legacy" else "exact"
-                if name == "legacy":
-                    patch.setattr(modality_fusion, "ranked", torch.sort)
-                ours.bev[name] = ours.taps[f"{name}.bev"] = network.fuse(frame, levels, x_lidar, stages)
-    crc = [f"legacy.split.pairs_crc32.stage{stage}" for stage in STAGES]
-    ours.same_order = all(np.array_equal(ours.taps[tap], golden.arrays[tap]) for tap in crc)
-    return ours
-
-
-@contextmanager
-def watched(ours: Pass, name: str) -> Iterator[None]:
-    """Keep what goes through the parts of the network, under the reference's names for it."""
-    network, fusion = ours.network, ours.network.multimodal_middle_encoder
-    hooks, scores = [], []
-
-    def on(module: torch.nn.Module, keep: Any) -> None:
-        hooks.append(module.register_forward_hook(keep))
-
-    def tap(key: str) -> Any:
-        return lambda module, inputs, output: ours.taps.__setitem__(f"{name}.{key}", output)
-
-    for i, block in enumerate(network.conv1x1_blocks):
-        on(block, tap(f"compressed{i}"))
-    on(network.score_net, lambda module, inputs, output: scores.append(output))
-    on(fusion, tap("x_multimodal"))
-    on(network.bev_fusion, tap("bev_fusion"))
-    on(
-        network.pts_backbone,
-        lambda module, inputs, output: ours.taps.update({f"{name}.second{i}": x for i, x in enumerate(output)}),
-    )
-
-    def voxels(module: Any, inputs: Any, output: Any) -> None:
-        ours.sparse.update({f"{name}.voxel2d.stage{s}": x for s, x in zip(STAGES, inputs[1], strict=True)})
-
-    on(fusion, voxels)
-    for stage in STAGES:
-        block = fusion.aggregation_blocks[f"stage_{stage}"]
-        both = (f"{name}.union.stage{stage}", f"{name}.aggregated.stage{stage}")
-        on(block, lambda module, x, y, keys=both: ours.sparse.update({keys[0]: x[0], keys[1]: y}))
-        down = fusion.downscale_blocks[f"stage_{stage}"]
-        on(down, lambda module, x, y, key=f"{name}.downscaled.stage{stage}": ours.sparse.__setitem__(key, y))
-    with pytest.MonkeyPatch.context() as patch:
-        pairs = spied(patch, "pair_voxels")
-        partners = spied(patch, "find_partners")
-        draws = spied(patch, "furthest_point_sample")
-        yield
-    for hook in hooks:
-        hook.remove()
-    ours.taps |= {f"{name}.score.stage{stage}": score for stage, score in zip(STAGES, scores, strict=True)}
-    drawn_at = []
-    for stage, ((first, second, _), (a, b)), ((queries, near, _), partner) in zip(STAGES, pairs, partners, strict=True):
-        paired = torch.cat([first[a], second[b]], 1).numpy()
-        counts = [len(first) - len(a), len(second) - len(b), len(a), (paired[:, :3] != paired[:, 3:]).any(1).sum()]
-        ours.taps[f"{name}.split.stage{stage}"] = np.array(counts)
-        ours.taps[f"{name}.split.pairs_crc32.stage{stage}"] = np.array([crc32(paired.astype(np.int16))])
-        place = torch.cat([near, near.new_full((1, 3), -1)])[partner]
-        ours.taps[f"{name}.nn.stage{stage}"] = in_order(torch.cat([queries, place], 1).numpy().astype(np.int16))
-        if len(queries) > modality_fusion.REPRESENTATIVES:
-            drawn_at.append(stage)
-    assert len(draws) == len(drawn_at)
-    ours.taps[f"{name}.fps.stages"] = np.array(drawn_at)
-    for stage, ((places, *_), (drawn, _)) in zip(drawn_at, draws, strict=True):
-        ours.taps[f"{name}.fps.coords.stage{stage}"] = places[0][drawn[0]].numpy().astype(np.int16)
-
-
-def spied(patch: pytest.MonkeyPatch, function: str) -> list[tuple[Any, Any]]:
-    """(arguments, result) of each call to a function of `modality_fusion`."""
-    calls: list[tuple[Any, Any]] = []
-    original = getattr(modality_fusion, function)
-
-    def call(*args: Any, **rest: Any) -> Any:
-        calls.append((args, original(*args, **rest)))
-        return calls[-1][1]
-
-    patch.setattr(modality_fusion, function, call)
-    return calls
-
-
-def in_order(rows: np.ndarray) -> np.ndarray:
-    """Rows sorted by their columns, the first counting most."""
-    return rows[np.lexsort(rows.T[::-1])]
-
-
-def crc32(rows: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(in_order(rows)).tobytes())
-
-
-def sparse_taps(golden: Any, name: str, x: SparseTensor) -> dict[str, Any]:
-    """What the reference keeps of a sparse tensor."""
-    coords, features = x.coords.numpy().astype(np.int32), x.features.numpy()
-    order = np.lexsort(coords.T[::-1])
-    coords, features, row = coords[order], features[order], golden.arrays[f"{name}.row"]
-    return {
-        f"{name}.count": np.array([len(coords), (coords[1:] == coords[:-1]).all(1).sum()]),
-        f"{name}.coord_crc32": np.array([crc32(coords)]),
-        f"{name}.coords": coords[row],
-        f"{name}.value": features[row],
-        f"{name}.stat": statistics(features),
-    }
-
-
-def statistics(values: np.ndarray) -> np.ndarray:
-    return np.array([values.mean(dtype=np.float64), values.std(dtype=np.float64), values.min(), values.max()])
-
-
-_passes: dict[Path, Pass] = {}
-
-
-@pytest.fixture
-def passed(golden: Any, data_dir: Path, tmp_path: Path) -> Pass:
-    """The network's passes over a reference file's input; one for all tests of the file."""
-    if golden.path not in _passes:
-        _passes.clear()
-        _passes[golden.path] = run(golden, data_dir, tmp_path)
-    return _passes[golden.path]
+@pytest.fixture(scope="module")
+def passed(golden: Any, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pass:
+    """The network's passes over a reference file's key frame."""
+    return run(golden, data_dir, tmp_path_factory.mktemp("weights"))
 
 
 def all_taps(golden: Any, ours: Pass, groups: tuple[str, ...]) -> dict[str, Any]:
@@ -392,22 +180,22 @@ def test_keys_and_counts_are_the_official_ones(golden: Any) -> None:
 def test_virtual_points_from_boxes_equal_the_reference(golden: Any, data_dir: Path) -> None:
     """The reference's recipe, by our generator: the same virtual points, the same real ones in another order."""
     arrays, recipe = golden.arrays, json.loads(str(golden.arrays["about"]))["foreground"]
-    if golden.recipe.keys() & {"negate_x", "mirror_images"}:
+    if golden.recipe.get("negate_x") or golden.recipe.get("mirror_images"):
         pytest.skip("the recipe draws masks around the boxes of the unchanged key frame")
-    info, _ = info_of(data_dir)
+    info, _ = read_info(data_dir)
     names = {number: name for name, number in info["metainfo"]["categories"].items()}
     objects = [one for one in info["data_list"][0]["instances"] if names.get(one["bbox_label_3d"]) in CLASSES]
     boxes = corners(bottom_from_centre(np.array([one["bbox_3d"] for one in objects])), "mmdet3d-1.0")
     rng = ScoreFirst(recipe["seed"])
     first = {"fg_pixels": 0, "fg_real_pixels": 0}
-    for number, view in enumerate(cameras_of(data_dir).named(CAMERAS)):
+    for number, view in enumerate(read_cameras(data_dir).named(CAMERAS)):
         projection = lidar_to_image(view)
         instances = [
             Instance(names[one["bbox_label_3d"]], 1.0, mask)
             for one, box in zip(objects, boxes, strict=True)
             if (mask := rectangle_around(box, projection)) is not None
         ]
-        made = make_points(points_of(data_dir)[:, :3], projection, instances, CLASSES, recipe["PER"], rng)
+        made = make_points(read_points(data_dir)[:, :3], projection, instances, CLASSES, recipe["PER"], rng)
         pixels = made.pixels * np.array([RESIZED[0] / IMAGE_SIZE[0], RESIZED[1] / IMAGE_SIZE[1], 1], np.float32)
         assert (pixels[:, :2] < PADDED).all()
         low, high = np.reshape(POINT_RANGE, (2, 3))

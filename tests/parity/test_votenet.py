@@ -17,15 +17,14 @@ from extractors.votenet_boxes import decode
 from extractors.votenet_network import VoteNetwork
 
 
-def _scan(data_dir: Path, recipe: dict[str, Any]) -> np.ndarray:
+def _scan(data_dir: Path, golden: Any) -> np.ndarray:
     """(point, 6) float32 x y z r g b of the reference's scan."""
-    if unknown := recipe.keys() - {"model", "salt", "subset_seed", "negate_x"}:
-        pytest.fail(f"the recipe asks for {sorted(unknown)}, which this test doesn't know")
+    golden.check_recipe("subset_seed", "negate_x")
     path = data_dir / "scannet" / "scene0000_00.bin"
     if not path.is_file():
         pytest.skip(f"no {path}")
     raw = np.fromfile(path, np.float32).reshape(-1, 6)
-    if recipe.get("negate_x"):
+    if golden.recipe.get("negate_x"):
         raw[:, 0] *= -1
     return raw
 
@@ -44,7 +43,7 @@ def _sample(xyz: np.ndarray, count: int, **rule: Any) -> np.ndarray:
 
 @pytest.mark.golden("votenet_scanqa")
 def test_scanqa_detector_equals_the_reference(golden: Any, data_dir: Path) -> None:
-    raw, arrays = _scan(data_dir, golden.recipe), golden.arrays
+    raw, arrays = _scan(data_dir, golden), golden.arrays
     xyz, floor = raw[:, :3], pointcloud.floor_height(raw[:, 2])
     chosen = arrays["index"]
     points = np.concatenate(
@@ -111,7 +110,7 @@ def test_scanqa_detector_equals_the_reference(golden: Any, data_dir: Path) -> No
 
 @pytest.mark.golden("votenet_mmdet3d")
 def test_mmdet3d_detector_equals_the_reference(golden: Any, data_dir: Path) -> None:
-    raw, arrays = _scan(data_dir, golden.recipe), golden.arrays
+    raw, arrays = _scan(data_dir, golden), golden.arrays
     floor = pointcloud.floor_height(raw[:, 2])
     height = raw[:, 2] - floor  # on the unaligned points, then aligned
     chosen = np.random.RandomState(golden.recipe["subset_seed"]).choice(
