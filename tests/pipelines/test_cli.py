@@ -2,84 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import typer
 
 import pipelines.__main__ as command
 import storage
-from pipelines.export import export, file_names
-
-PLY = """ply
-format ascii 1.0
-element vertex 3
-property float x
-property float y
-property float z
-end_header
-0 0 0
-1 0 {z}
-0 1 0
-"""
-JOB = """
-name: rooms
-store: store
-source: {type: folder, root: scans}
-stages:
-  fake: {objects: 4}
-  second: {extractor: fake, of: [fake], objects: 2}
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with a job over three scans, the third of which is none."""
-    (tmp_path / "scans").mkdir()
-    for number, name in enumerate("ab"):
-        (tmp_path / "scans" / f"{name}.ply").write_text(PLY.format(z=number))
-    (tmp_path / "scans" / "c.ply").write_text("not a mesh")
-    (tmp_path / "rooms.yaml").write_text(JOB)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("SCENECACHE_STORE", raising=False)
-    return tmp_path
-
-
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
-    """Run a verb in this process: exit code, standard output, standard error."""
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["scenecache", *argv])
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        code = ended.value.code
-        done = capsys.readouterr()
-        return (code if isinstance(code, int) else int(code is not None)), done.out, done.err
-
-    return run
-
-
-def object_of(output: str) -> dict[str, Any]:
-    """Standard output is one JSON object and nothing else."""
-    value: dict[str, Any] = json.loads(output)
-    assert output.count("\n") == 1
-    return value
+from tests.pipelines.rooms import PLY, Call, object_of
 
 
 def actions(plan: dict[str, Any]) -> dict[str, dict[str, int]]:
@@ -292,147 +228,10 @@ def test_a_store_that_cannot_be_written_is_said_and_exits_1(call: Call) -> None:
     assert "Traceback" not in err
 
 
-def test_exported_files_hold_the_records(call: Call, folder: Path) -> None:
-    call("run", "rooms.yaml")
-    expected = storage.open("store")["fake"]["b"]
-    for form in ("npz", "hdf5", "parquet"):
-        listed = object_of(call("export", "fake", form, "--format", form, "--json")[1])["files"]
-        assert listed == json.loads((folder / form / "keys.json").read_text())
-        assert sorted(listed) == ["a", "b"]
-        path = folder / form / listed["b"]
-        if form == "npz":
-            found = dict(np.load(path, allow_pickle=False))
-        elif form == "hdf5":
-            with h5py.File(path) as file:
-                found = {name: np.array(data) for name, data in file.items()}
-        else:
-            columns = pq.read_table(path).to_pydict()
-            found = {name: np.array(values, expected[name].dtype) for name, values in columns.items()}
-        assert found.keys() == expected.keys()
-        for name, array in expected.items():
-            np.testing.assert_array_equal(found[name], array)
-    assert list(object_of(call("export", "fake", "one", "--item", "a", "--column", "index", "--json")[1])["files"]) == [
-        "a"
-    ]
-    assert list(np.load(folder / "one" / "a.npz")) == ["index"]
-
-
-def test_an_export_that_does_not_fit_leaves_no_file(call: Call, folder: Path) -> None:
-    call("run", "rooms.yaml")
-    code, _, err = call("export", "fake", "out", "--format", "mp4")
-    assert code == 2
-    assert "needs a column 'frame'" in err
-    assert list((folder / "out").iterdir()) == []
-    code, _, err = call("export", "fake", "out", "--item", "c")
-    assert code == 2
-    assert "UnsupportedFile" in err
-
-
-def test_text_bytes_and_lists_are_exported_without_pickle(tmp_path: Path) -> None:
-    schema = storage.Schema(
-        {
-            "text": storage.Column((), "string"),
-            "image": storage.Column((), "bytes"),
-            "ids": storage.Column((None,), "int32"),
-        },
-        element="view",
-    )
-    record = {
-        "text": np.array(["ä", "", "c d"], object),
-        "image": np.array([b"\x89PNG\r\n\x1a\n\0", b"", b"x\0"], object),
-        "ids": np.array([np.array([1, 2], np.int32), np.array([], np.int32), np.array([3], np.int32)], object),
-    }
-    writer = storage.ShardWriter(str(tmp_path / "store"), "views", schema)
-    row = storage.Row("views", "a/b", bytes(16), bytes(16), "0" * 32, "ok")
-    writer.add(row, record)
-    storage.Manifest(str(tmp_path / "store")).commit(writer.flush())
-    records = storage.open(str(tmp_path / "store"))["views"]
-    for form in ("npz", "hdf5", "parquet"):
-        name = export(records, tmp_path / form, form)["a/b"]
-        path = tmp_path / form / name
-        if form == "parquet":
-            columns = pq.read_table(path).to_pydict()
-            assert columns == {
-                n: [v.tolist() if isinstance(v, np.ndarray) else v for v in c] for n, c in record.items()
-            }
-            continue
-        if form == "npz":
-            found = dict(np.load(path, allow_pickle=False))
-            texts = found["text"].tolist()
-        else:
-            with h5py.File(path) as file:
-                found = {n: np.array(d) for n, d in file.items()}
-                texts = file["text"].asstr()[:].tolist()
-        assert texts == record["text"].tolist()
-        for column in ("image", "ids"):
-            offsets = found[f"{column}_offsets"]
-            parts = [found[column][first:end] for first, end in pairwise(offsets)]
-            for part, value in zip(parts, record[column], strict=True):
-                assert bytes(part) == value if column == "image" else part.tolist() == value.tolist()
-
-
-def test_file_names_are_safe_and_different_for_any_keys() -> None:
-    keys = ["scene0000_00", "Scene0000_00", "a/b", "a b", "..", ".hidden", "ü", "x" * 300, "con.txt"]
-    names = file_names(keys, ".npz")
-    assert names["scene0000_00"] == "scene0000_00.npz"
-    assert len({name.lower() for name in names.values()}) == len(keys)
-    for name in names.values():
-        assert name.isascii()
-        assert not set(name) & set("/\\: ")
-        assert not name.startswith(".")
-        assert len(name) < 120
-
-
-def test_doctor_says_what_works_and_exits_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipelines import doctor
-
-    good = doctor._tried("x", "print('noise'); print(6 * 7)", 20, lambda out: doctor.Finding("x", "ok", out))
-    assert (good.state, good.text) == ("ok", "42")
-    died = doctor._tried("x", "import os; os.abort()", 20, lambda out: doctor.Finding("x", "ok", out))
-    assert died.state == "broken"
-    assert "killed by signal 6" in died.text
-    hung = doctor._tried("x", "import time; time.sleep(60)", 0.2, lambda out: doctor.Finding("x", "ok", out))
-    assert (hung.state, hung.text) == ("broken", "no answer within 0 s")
-    absent = doctor._tried("x", "", 1, lambda out: doctor.Finding("x", "ok", out), needs="no-such-package")
-    assert absent.state == "missing"
-    monkeypatch.setattr(doctor, "examine", lambda store: iter([good, absent]))
-    assert doctor.main(None, None, as_json=True) == 0
-    monkeypatch.setattr(doctor, "examine", lambda store: iter([good, died]))
-    assert doctor.main(None, None, as_json=True) == 1
-
-
-def test_doctor_reports_disk_and_packages(tmp_path: Path) -> None:
-    from pipelines import doctor
-
-    found = {finding.name: finding for finding in doctor._disk(str(tmp_path / "not" / "yet" / "there"))}
-    assert str(tmp_path) in found["disk of the store"].text
-    assert doctor._packages("core", ("numpy",)).state == "ok"
-    lacking = doctor._packages("extract", ("numpy", "no-such-package"))
-    assert lacking.state == "missing"
-    assert "pip install" in lacking.hint
-
-
 def test_a_long_reason_is_printed_whole(call: Call) -> None:
     call("run", "rooms.yaml")
     out = call("plan", "rooms.yaml", "fake.objects=5", "fake.width=32", "fake.scale=2")[1]
     assert "settings changed: objects 4 -> 5, scale 1.0 -> 2.0, width 16 -> 32" in out
-
-
-def test_an_export_onto_a_file_or_into_the_store_is_refused(call: Call, folder: Path) -> None:
-    call("run", "rooms.yaml")
-    (folder / "taken").write_text("mine")
-    for out, text in (
-        ("taken", "taken is a file: export writes a folder"),
-        ("taken/below/it", "taken is a file: export writes a folder"),
-        ("store/exported", "is inside the store"),
-        ("store", "is inside the store"),
-    ):
-        code, _, err = call("export", "fake", out)
-        assert code == 2
-        assert text in err
-        assert err.count("\n") == 1
-    assert (folder / "taken").read_text() == "mine"
-    assert not (folder / "store" / "exported").exists()
 
 
 def test_gc_of_an_odd_lock_or_of_an_empty_store_is_one_line(call: Call, folder: Path) -> None:

@@ -1,6 +1,5 @@
 """The synthetic dataset is in the official layout, true to its own geometry, and the same every time."""
 
-import hashlib
 import json
 
 import cv2
@@ -14,6 +13,7 @@ from extractors.sens import SensReader
 from pipelines.make_data.scannet import make
 from pipelines.questions.sqa3d import SQA3DQuestions
 from pipelines.sources.scannet import ScanNet
+from tests.pipelines.make_data.made_files import digest
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +30,6 @@ def scenes(dataset):
         key: (source.open(key, "scan"), source.open(key, "labels"), source.open(key, "clip").path)
         for key in source.keys()  # noqa: SIM118
     }
-
-
-def digest(folder):
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
