@@ -64,7 +64,8 @@ def collate_padded(
         Nested by stage where samples are.
 
     Raises:
-        SchemaError: a column has the name that the mask needs.
+        SchemaError: a column has the name that the mask needs, or was changed to a dtype or dims that its schema does
+            not say.
     """
     return _collate(samples, max_elements, dtype, padded=True)
 
@@ -108,20 +109,30 @@ class _Planned(NamedTuple):
 def _collate(samples: Sequence[Sample], max_elements: int | None, dtype: torch.dtype | None, padded: bool) -> Batch:
     if max_elements is not None and max_elements < 1:
         raise ValueError(f"max_elements is {max_elements}, expected at least 1, or None for all")
-    batch: Batch = {"item": [sample["item"] for sample in samples]}
-    schema = samples[0].schema
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype is {dtype!r}, expected a floating-point one of torch, such as torch.float32")
+    schema = getattr(samples[0], "schema", None) if samples else None
+    if schema is None:
+        kind = f"{type(samples[0]).__name__}s" if samples else "nothing"
+        raise TypeError(
+            f"a batch is made of samples of a MapDataset, not of {kind}: change a sample in place, or give "
+            "Sample(content, schema)"
+        )
+    items = [sample["item"] for sample in samples]
+    batch: Batch = {"item": items}
     if isinstance(schema, Schema):
-        batch |= _columns(samples, schema, max_elements, dtype, padded)
+        batch |= _columns(items, samples, schema, max_elements, dtype, padded)
     else:
         for stage, of_stage in schema.items():
             records = [sample[stage] for sample in samples]
-            batch[stage] = _columns(records, of_stage, max_elements, dtype, padded)
+            batch[stage] = _columns(items, records, of_stage, max_elements, dtype, padded)
             present = np.array([record is not None for record in records])
             _add(batch[stage], "present", present)
     return _in_one_piece(batch)
 
 
 def _columns(
+    items: Sequence[str],
     records: Sequence[Mapping[str, Any] | None],
     schema: Schema,
     max_elements: int | None,
@@ -130,14 +141,14 @@ def _columns(
 ) -> Batch:
     """The columns of one stage; an absent record counts as one without elements, or as zeros."""
     batch: Batch = {}
-    counts: list[int] | None = None
+    stored_counts = counts = None
     if schema.element:
         name = next(iter(schema.columns))
-        counts = [0 if record is None else len(record[name]) for record in records]
+        stored_counts = counts = [0 if record is None else len(record[name]) for record in records]
         if max_elements is not None:
             counts = [min(count, max_elements) for count in counts]
     for name, column in schema.columns.items():
-        arrays = [None if record is None else record[name] for record in records]
+        arrays = _arrays(items, records, name, column, stored_counts)
         if column.numpy.hasobject:
             batch[name] = _python(arrays, counts)
             continue
@@ -150,6 +161,34 @@ def _columns(
     elif counts is not None:
         _add(batch, f"{schema.element}_offsets", np.cumsum([0, *counts]))
     return batch
+
+
+def _arrays(
+    items: Sequence[str],
+    records: Sequence[Mapping[str, Any] | None],
+    name: str,
+    column: Column,
+    counts: list[int] | None,
+) -> list[np.ndarray | None]:
+    """A column of each record. What would be cut, cast or broadcast on its way into the batch is refused: training
+    code may have changed the samples."""
+    arrays: list[np.ndarray | None] = []
+    dtype = column.numpy
+    dims = () if None in column.dims else column.dims
+    for i, record in enumerate(records):
+        if record is None:
+            arrays.append(None)
+            continue
+        array = np.asarray(record[name])
+        shape = array.shape
+        if array.dtype != dtype or (shape != dims if counts is None else shape[1:] != dims or shape[0] != counts[i]):
+            expected = dims if counts is None else (counts[i], *dims)
+            raise SchemaError(
+                f"sample {items[i]!r}: '{name}' is {array.dtype} of shape {shape}, its schema says {dtype} {expected}: "
+                "batches go by the schema. Change the batch instead, or give Sample(content, schema)"
+            )
+        arrays.append(array)
+    return arrays
 
 
 def _add(batch: Batch, name: str, values: np.ndarray) -> None:

@@ -40,6 +40,11 @@ class Lookup(Mapping[str, dict[str, Record | None]]):
         """
         if missing not in ("drop", "raise", "mask"):
             raise ValueError(f"missing={missing!r}: use 'drop', 'raise' or 'mask'")
+        for records in (children, *parents):
+            if not hasattr(records, "stage"):
+                raise TypeError(
+                    f"a lookup is of the records of stages, such as cache['votenet'], not of {records!r:.80}"
+                )
         self.records = (children, *parents)
         if len({r.stage for r in self.records}) != len(self.records) or not parents:
             raise ValueError(f"a lookup needs different stages, got {[r.stage for r in self.records]}")

@@ -12,6 +12,7 @@ and a position in it is one number: how many items of the epoch all ranks togeth
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from typing import Literal
 
@@ -85,6 +86,9 @@ class Order:
                 every rank the same number of full batches.
             shards, window: see `epoch_order`.
         """
+        # Plain integers: numpy's are hashed otherwise, and do not belong in a checkpoint.
+        batch_size, seed, rank, world_size = map(operator.index, (batch_size, seed, rank, world_size))
+        window = None if window is None else operator.index(window)
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, expected at least 1")
         if not 0 <= rank < world_size:
@@ -104,7 +108,23 @@ class Order:
 
     def __len__(self) -> int:
         """Batches of this rank in a whole epoch."""
-        return self._count(self.n)
+        return self.batches(0)
+
+    def batches(self, start: int) -> int:
+        """Batches of this rank from a position to the end of the epoch."""
+        full, left = divmod(self.n - start, self.step)
+        if self.last == "drop" or not left:
+            return full
+        return full + (1 if self.last == "pad" or left > self.rank else 0)
+
+    def over(self, start: int) -> bool:
+        """Whether no rank has a batch left from a position on."""
+        left = self.n - start
+        return left < self.step if self.last == "drop" else left <= 0
+
+    def uneven(self, start: int) -> bool:
+        """Whether some ranks have a batch less than others from a position on."""
+        return self.last == "keep" and 0 < (self.n - start) % self.step < self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         order = np.arange(self.n)
@@ -113,7 +133,7 @@ class Order:
         rest = order[self.start :]
         if self.last == "pad" and len(rest) % self.step:
             rest = np.concatenate([rest, np.resize(order, -len(rest) % self.step)])
-        return self._batches(rest, self._count(len(rest)))
+        return self._batches(rest, self.batches(self.start))
 
     def _batches(self, rest: np.ndarray, count: int) -> Iterator[list[int]]:
         for i in range(count):
@@ -122,12 +142,6 @@ class Order:
                 yield step[self.rank * self.batch_size : (self.rank + 1) * self.batch_size].tolist()
             else:
                 yield np.array_split(step, self.world_size)[self.rank].tolist()
-
-    def _count(self, items: int) -> int:
-        full, left = divmod(items, self.step)
-        if self.last == "drop" or not left:
-            return full
-        return full + (1 if self.last == "pad" or left > self.rank else 0)
 
 
 def _hashes(n: int, *salt: str | int) -> np.ndarray:

@@ -17,7 +17,9 @@ gathered from them into one buffer, which in a loader's worker already is the sh
 from __future__ import annotations
 
 import hashlib
+import operator
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +40,9 @@ class MapDataset(Dataset[Sample]):
     """Samples by position, for a torch DataLoader of your own.
 
         DataLoader(MapDataset(records), batch_size=64, shuffle=True, collate_fn=collate_padded)
+
+    A subclass may override `__getitem__` to change samples: values, and which elements there are; not dtypes or
+    dims, which batches take from the schema.
 
     Attributes:
         data: where records come from.
@@ -60,6 +65,8 @@ class MapDataset(Dataset[Sample]):
                 f"{type(data).__name__} has no records to read: give those of a stage, such as cache['votenet'], or "
                 "several, cache.join('votenet', 'bev_grid') or a Lookup"
             )
+        if isinstance(keys, str):
+            raise TypeError(f"keys is the text {keys!r:.60}: give a list of keys")
         self.data = data
         self.keys = sorted(data) if keys is None else list(keys)
         if keys is not None and (missing := [key for key in self.keys if key not in data]):
@@ -77,6 +84,8 @@ class MapDataset(Dataset[Sample]):
 
     def __getitems__(self, positions: Sequence[int]) -> list[Sample]:
         """The samples of a batch, which a DataLoader asks for in one call."""
+        if type(self).__getitem__ is not MapDataset.__getitem__:
+            return [self[position] for position in positions]
         keys, data, schema = self.keys, self.data, self.schema
         return [Sample({"item": keys[i], **data[keys[i]]}, schema) for i in positions]
 
@@ -99,8 +108,9 @@ class Stream(DataLoader[Batch]):
     so after `load_state_dict` the next one is the first that the loop had not seen. The state is the
     same on all ranks, and it may be loaded with another number of workers or ranks, or batch size.
 
-    An iteration starts at the beginning of `epoch`, or where a loaded state says; one that is run to its
-    end moves `epoch` on by one. `set_epoch` is needed only where iterations are broken off.
+    An iteration starts at the beginning of `epoch`, or where a loaded state says; after one that was handed
+    the last batch the next is of the next epoch. `set_epoch` is needed only where iterations are broken off
+    before that.
 
     Attributes:
         epoch: the epoch under way, or the next one between two.
@@ -130,16 +140,21 @@ class Stream(DataLoader[Batch]):
             seed, shuffle, last: see `Order`.
             window: None shuffles fully; a number of items keeps reads local (`epoch_order`), for
                 stores that are not on a local disk.
-            rank, world_size: by default those of torch.distributed where it is initialised, else 0 of 1.
+            rank, world_size: by default those of torch.distributed at the time of each iteration, 0 of 1 where it
+                is not initialised.
             collate: `collate_padded`, `collate_ragged`, or a `functools.partial` of one with its options.
             loader: further arguments of DataLoader: num_workers, pin_memory, persistent_workers,
                 prefetch_factor, multiprocessing_context ...
         """
+        for name, instead in _INSTEAD.items():
+            if name in loader:
+                raise TypeError(f"Stream takes no {name}: {instead}")
         dataset = data if isinstance(data, MapDataset) else MapDataset(data)
-        if rank is None and world_size is None:
-            rank, world_size = _distributed()
-        if rank is None or world_size is None:
+        if (rank is None) != (world_size is None):
             raise ValueError(f"rank is {rank} and world_size {world_size}: give both or neither")
+        self._follows = rank is None
+        if rank is None or world_size is None:
+            rank, world_size = _distributed()
         self.order = Order(
             len(dataset), batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size, last=last,
             shards=None if window is None else dataset.data.shards(dataset.keys),  # type: ignore[attr-defined]
@@ -147,6 +162,7 @@ class Stream(DataLoader[Batch]):
         )  # fmt: skip
         self._resume = 0  # items of the epoch that the next iteration skips
         self._seen = 0  # items of the epoch that all ranks together have been handed
+        self._ended = False  # this rank has been handed the last batch of the epoch
         self._identity = ""
         self._iterations = 0  # under way
         self._name = uuid.uuid4().hex
@@ -160,18 +176,45 @@ class Stream(DataLoader[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration visit this epoch; a position loaded for that very epoch is kept."""
         if epoch != self.order.epoch:
-            self.order.epoch, self._resume, self._seen = epoch, 0, 0
+            self._move(epoch)
+        self._ended = False
+
+    def _move(self, epoch: int) -> None:
+        self.order.epoch = operator.index(epoch)
+        self._resume = self._seen = 0
+        self._ended = False
+
+    def __len__(self) -> int:
+        """Batches of this rank in a whole epoch."""
+        self._follow()
+        return len(self.order)
+
+    def _follow(self) -> None:
+        """Training code may well set up torch.distributed after its loaders."""
+        if self._follows:
+            self.order.rank, self.order.world_size = _distributed()
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        self._follow()
         order = self.order
+        if self._ended:  # some trainers count batches, and never ask for one more than there are
+            self._move(order.epoch + 1)
         order.start = self._seen = self._resume
         self._resume = 0
-        epoch = order.epoch
+        if order.uneven(order.start) and _distributed() != (0, 1):
+            warnings.warn(
+                f"with last='keep' some ranks have a batch less than others ({order.n - order.start} items in steps of "
+                f"{order.step}): training in which they wait for each other hangs. Use last='drop' or 'pad'",
+                stacklevel=2,
+            )
+        epoch, left = order.epoch, order.batches(order.start)
         batches = super().__iter__()
         self._iterations += 1
         try:
             for batch in batches:
+                left -= 1
                 self._seen = min(self._seen + order.step, order.n)
+                self._ended = not left and order.epoch == epoch
                 yield batch
                 del batch  # or this frame would hold it, and its memory, until the next one is there
         finally:
@@ -180,11 +223,17 @@ class Stream(DataLoader[Batch]):
             if not self._iterations and not self.persistent_workers:
                 forget(self._name)
         if order.epoch == epoch:
-            order.epoch, self._seen = epoch + 1, 0
+            self._move(epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batches handed out so far, as plain numbers and strings."""
-        return {**self._settings(), "epoch": self.order.epoch, "items": self._seen}
+        """The position after the batches handed out so far, as plain numbers and strings.
+
+        After the last batch of an epoch it is the beginning of the next one.
+        """
+        epoch, items = self.order.epoch, self._seen
+        if items and self.order.over(items):
+            epoch, items = epoch + 1, 0
+        return {**self._settings(), "epoch": epoch, "items": items}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a position that `state_dict` gave; takes effect with the next iteration.
@@ -192,14 +241,18 @@ class Stream(DataLoader[Batch]):
         Raises:
             StateMismatch: it belongs to other items or to another order.
         """
+        self._follow()
         for name, value in self._settings().items():
             if state.get(name) != value:
                 raise StateMismatch(
                     f"the saved position has {name}={state.get(name)!r}, this stream {value!r}: a position means "
                     "the same only over the same items in the same order; use the snapshot and settings of then"
                 )
-        self.order.epoch = state["epoch"]
-        self._resume = self._seen = state["items"]
+        epoch, items = state["epoch"], state["items"]
+        if items and self.order.over(items):  # what is left fills no batch of this size
+            epoch, items = epoch + 1, 0
+        self._move(epoch)
+        self._resume = self._seen = items
 
     def _settings(self) -> dict[str, Any]:
         """What a position depends on."""
@@ -208,6 +261,15 @@ class Stream(DataLoader[Batch]):
             self._identity = f"{len(self.dataset)} keys, sha256 {hashlib.sha256(keys).hexdigest()[:16]}"
         order = self.order
         return {"items_of": self._identity, "seed": order.seed, "shuffle": order.shuffle, "window": order.window}
+
+
+_INSTEAD = {
+    "collate_fn": "give collate=",
+    "drop_last": "give last='drop', 'keep' or 'pad'",
+    "keys": "give Stream(MapDataset(data, keys), ...)",
+    "sampler": "DataLoader(MapDataset(data), ..., collate_fn=collate_padded) takes one",
+    "batch_sampler": "DataLoader(MapDataset(data), ..., collate_fn=collate_padded) takes one",
+}  # what a DataLoader takes, or what one might try
 
 
 def _distributed() -> tuple[int, int]:

@@ -73,7 +73,7 @@ def test_the_training_guide_trains_and_resumes(root: Path) -> None:
         "model": torch.nn.Linear(1, 1), "time_to_save": True, "train_keys": ["0", "7"], "epochs": 1
     }  # fmt: skip
     found = blocks(root / "docs" / "training.md")
-    assert len(found) == 4
+    assert len(found) == 5
     for number, block in enumerate(found):
         exec(compile(block, f"docs/training.md, block {number}", "exec"), names)
     assert Path("run7.pt").is_file()

@@ -162,6 +162,54 @@ def test_max_elements_below_one_is_an_error():
         collate_padded([Sample({"item": "x", "a": np.zeros(1, np.float32)}, schema)], max_elements=0)
 
 
+CHANGES = {
+    "divided": lambda s: s.update(label=s["label"] / np.float32(255)),  # would be cast to zeros
+    "cut": lambda s: s.update(label=s["label"][:1]),  # would be repeated
+    "longer": lambda s: s.update(label=np.append(s["label"], s["label"])),  # would be cut
+    "narrow": lambda s: s.update(box=s["box"][:, :1]),  # would be repeated
+    "flat": lambda s: s.update(name=s["name"][:1]),
+}
+
+
+@pytest.mark.parametrize("collate", [collate_padded, collate_ragged])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_sample_changed_against_its_schema_is_refused_by_name(change, collate):
+    columns = {"box": Column((3,)), "label": Column((), "uint8"), "name": Column((), "string")}
+    schema = Schema(columns, element="object")
+    record = {
+        "box": np.ones((2, 3), np.float32),
+        "label": np.full(2, 9, np.uint8),
+        "name": np.array(["a", "b"], object),
+    }
+    samples = [Sample({"item": key, **record}, schema) for key in "xy"]
+    assert collate(samples)["label"].sum() == 36
+    CHANGES[change](samples[1])
+    with pytest.raises(SchemaError, match="sample 'y': '.*its schema says .*Change the batch instead"):
+        collate(samples)
+
+
+def test_without_an_element_axis_a_value_that_would_be_repeated_is_refused():
+    schema = Schema({"grid": Column((3,)), "text": Column((), "string")})
+    sample = Sample({"item": "x", "grid": np.zeros(1, np.float32), "text": np.array("t", object)}, schema)
+    with pytest.raises(SchemaError, match=r"'grid' is float32 of shape \(1,\), its schema says float32 \(3,\)"):
+        collate_padded([sample])
+    sample["grid"] = torch.ones(3)  # a tensor will do as well
+    assert collate_padded([sample])["grid"].tolist() == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize("samples", [[], [{"item": "x"}]])
+def test_what_is_no_sample_is_answered_with_what_to_give(samples):
+    with pytest.raises(TypeError, match="samples of a MapDataset.*Sample\\(content, schema\\)"):
+        collate_padded(samples)
+
+
+@pytest.mark.parametrize("dtype", ["float32", torch.int32])
+def test_a_dtype_that_is_no_floating_point_one_of_torch_is_refused(dtype):
+    schema = Schema({"a": Column()}, element="object")
+    with pytest.raises(TypeError, match=r"such as torch\.float32"):
+        collate_padded([Sample({"item": "x", "a": np.zeros(1, np.float32)}, schema)], dtype=dtype)
+
+
 class Records(dict):
     """The least that a dataset needs: a mapping with a schema."""
 
@@ -182,6 +230,11 @@ def test_any_mapping_with_a_schema_is_a_dataset():
 def test_a_split_with_an_unknown_key_names_it():
     with pytest.raises(RecordMissing, match="1 of 2 keys have no record, the first is 'z'"):
         MapDataset(Records(a={"a": np.zeros(1, np.float32)}), keys=["a", "z"])
+
+
+def test_a_text_is_no_list_of_keys():
+    with pytest.raises(TypeError, match="keys is the text 'train': give a list"):
+        MapDataset(Records(a={"a": np.zeros(1, np.float32)}), keys="train")
 
 
 def test_samples_pickle_with_their_schema():

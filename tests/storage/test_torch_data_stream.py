@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import storage  # noqa: E402
-from storage import recycle  # noqa: E402
+from storage import recycle, torch_data  # noqa: E402
 from storage.errors import RecordMissing, SchemaError, StateMismatch  # noqa: E402
 from storage.lookup import Lookup  # noqa: E402
 from storage.manifest import Manifest, Row  # noqa: E402
@@ -110,15 +111,19 @@ def test_ranks_and_workers_do_not_change_the_global_order(url, world_size, worke
 @pytest.mark.parametrize("workers", [(0, 0), (2, 1), (2, 3), (0, 2)])
 def test_resumes_after_every_batch_with_other_workers(url, workers):
     records = storage.open(url)["objects"].select("feature")
-    whole = seen(Stream(records, 4, seed=3))
+    plain = Stream(records, 4, seed=3)
+    whole, second = seen(plain), seen(plain)
     for taken in range(len(whole) + 1):
         before = Stream(records, 4, seed=3, num_workers=workers[0])
         first = [batch["item"] for _, batch in zip(range(taken), before, strict=False)]
         state = json.loads(json.dumps(before.state_dict()))  # plain enough for any checkpoint
         after = Stream(records, 4, seed=3, num_workers=workers[1])
         after.load_state_dict(state)
-        assert first + seen(after) == whole
-        assert (after.epoch, after.state_dict()["items"]) == (1, 0)
+        if taken == len(whole):  # no empty epoch
+            assert (after.epoch, seen(after)) == (1, second)
+        else:
+            assert first + seen(after) == whole
+            assert (after.epoch, after.state_dict()["items"]) == (1, 0)
 
 
 def test_resumes_with_other_ranks(url):
@@ -159,6 +164,34 @@ def test_an_iteration_that_was_broken_off_starts_over(url):
     gc.collect()
     assert next(iter(stream))["item"] == first
     assert stream.epoch == 0
+
+
+@pytest.mark.parametrize("last", ["keep", "drop", "pad"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_trainer_that_counts_batches_gets_another_order_in_the_next_epoch(url, workers, last):
+    """Lightning's, for one: it asks for len(stream) batches and never learns that there are no more."""
+    records = storage.open(url)["objects"].select("feature")
+    plain = Stream(records, 4, last=last)
+    epochs = [seen(plain) for _ in range(3)]
+    stream = Stream(records, 4, last=last, num_workers=workers, persistent_workers=workers > 0)
+    assert [seen(itertools.islice(stream, len(stream))) for _ in range(2)] == epochs[:2]
+    state = stream.state_dict()
+    assert (state["epoch"], state["items"]) == (2, 0)
+    stream.load_state_dict(state)
+    assert seen(stream) == epochs[2]
+    stream.set_epoch(1)
+    seen(itertools.islice(stream, len(stream)))
+    stream.set_epoch(1)  # once more, because somebody says so
+    assert seen(stream) == epochs[1]
+
+
+def test_a_position_that_leaves_less_than_a_batch_is_the_next_epoch(url):
+    records = storage.open(url)["objects"].select("feature")
+    stream = Stream(records, 10, last="drop")
+    next(iter(stream))
+    after = Stream(records, 22, last="drop")
+    after.load_state_dict(stream.state_dict())  # 13 of 23 are left
+    assert (after.epoch, len(seen(after)), after.epoch) == (1, 1, 2)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
@@ -300,6 +333,14 @@ def test_a_parent_that_is_absent_is_masked_or_raised(url):
         Lookup(cache["questions"], "scene_id", cache["objects"])["q025"]
 
 
+@pytest.mark.parametrize("what", ["objects", "join"])
+def test_a_lookup_of_something_else_than_records_says_what_to_give(url, what):
+    cache = storage.open(url)
+    parent = cache.join("objects", "grid") if what == "join" else what
+    with pytest.raises(TypeError, match=r"records of stages, such as cache\['votenet'\], not of .*"):
+        Lookup(cache["questions"], "scene_id", parent)
+
+
 def test_rank_and_world_size_come_from_torch_distributed(url, tmp_path):
     records = storage.open(url)["objects"]
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
@@ -310,6 +351,68 @@ def test_rank_and_world_size_come_from_torch_distributed(url, tmp_path):
         torch.distributed.destroy_process_group()
     with pytest.raises(ValueError, match="both or neither"):
         Stream(records, 4, rank=1)
+
+
+def test_ranks_are_those_of_the_iteration_not_of_the_construction(url, monkeypatch):
+    """A loader is often made before torch.distributed is set up: every rank would read everything."""
+    records = storage.open(url)["objects"].select("feature")
+    early, told = Stream(records, 4), Stream(records, 4, rank=0, world_size=1)
+    whole = seen(early)
+    monkeypatch.setattr(torch_data, "_distributed", lambda: (1, 2))
+    assert len(early) == 3
+    early.set_epoch(0)
+    assert seen(early) == seen(Stream(records, 4, rank=1, world_size=2))
+    assert seen(told) == whole
+
+
+@pytest.mark.parametrize(("last", "batch_size", "warned"), [("keep", 11, 1), ("keep", 4, 0), ("drop", 11, 0)])
+def test_ranks_that_would_wait_for_ever_are_warned(url, monkeypatch, last, batch_size, warned):
+    monkeypatch.setattr(torch_data, "_distributed", lambda: (0, 2))
+    stream = Stream(storage.open(url)["objects"].select("feature"), batch_size, last=last)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen(stream)
+    assert len(caught) == warned
+    assert all("some ranks have a batch less" in str(one.message) and one.filename == __file__ for one in caught)
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "drop_last", "sampler", "batch_sampler", "keys"])
+def test_what_a_dataloader_takes_and_a_stream_does_not_is_answered_with_what_to_give(url, name):
+    with pytest.raises(TypeError, match=f"Stream takes no {name}: .*(give |DataLoader)"):
+        Stream(storage.open(url)["objects"], 4, **{name: None})
+
+
+def test_integers_of_numpy_are_the_same_seed_and_leave_plain_checkpoints(url):
+    records = storage.open(url)["objects"].select("feature")
+    stream = Stream(records, np.int32(4), seed=np.int64(3), window=np.int16(7))
+    stream.set_epoch(np.uint8(2))
+    plain = Stream(records, 4, seed=3, window=7)
+    plain.set_epoch(2)
+    assert json.loads(json.dumps(stream.state_dict())) == plain.state_dict()
+    assert seen(stream) == seen(plain)
+    with pytest.raises(TypeError, match="integer"):
+        Stream(records, 4, seed="three")
+
+
+class Turned(MapDataset):
+    """The elements of each sample in reverse, without the last one."""
+
+    def __getitem__(self, position):
+        sample = super().__getitem__(position)
+        for name in ("feature", "label"):
+            sample[name] = sample[name][::-1][1:]
+        return sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_dataset_of_ones_own_changes_samples(url, workers):
+    records = storage.open(url)["objects"]
+    for batch in Stream(Turned(records), 4, num_workers=workers):
+        for key, feature, mask, label in zip(
+            batch["item"], batch["feature"], batch["object_mask"], batch["label"], strict=True
+        ):
+            np.testing.assert_array_equal(feature[mask].numpy(), objects(int(key[5:]))["feature"][::-1][1:])
+            assert label == objects(int(key[5:]))["label"][::-1][1:].tolist()
 
 
 def test_storage_itself_does_not_import_torch():
