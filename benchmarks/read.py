@@ -76,12 +76,10 @@ class Ours:
         from storage.writer import ShardWriter
 
         schema = Schema({"feature": Column((DIM,), "float16")}, element="object")
-        writer, rows = ShardWriter(folder, "objects", schema), []
+        writer = ShardWriter(folder, "objects", schema)
         for i, record in enumerate(records):
             writer.add(Row("objects", f"scene{i:06}", b"benchmark", b"", "benchmark", "ok"), {"feature": record})
-            if writer.full:
-                rows += writer.flush()
-        Manifest(folder).commit(rows + writer.flush())
+        Manifest(folder).commit(writer.flush())
         self.records = storage.open(folder)["objects"].select("feature")
         self.keys = [f"scene{i:06}" for i in range(len(records))]
 

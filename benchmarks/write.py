@@ -62,14 +62,14 @@ def write_raw(folder: Path, data: list[Record]) -> None:
 
 
 def write_store(folder: Path, data: list[Record]) -> None:
-    """As a run does it: every full shard is committed (there by the driver) while the next one is made."""
+    """As a run does it: every shard is committed (there by the driver) while the next one is made."""
     manifest, writer = Manifest(folder / "store"), ShardWriter(folder / "store", "objects", SCHEMA)
     with ThreadPoolExecutor(1) as driver:
         commits = []
         for i, record in enumerate(data):
             writer.add(Row("objects", f"scene{i:06d}", b"f" * 16, b"i" * 16, "0" * 32, "ok"), record)
-            if writer.full:
-                commits.append(driver.submit(manifest.commit, writer.flush()))
+            if rows := writer.written():
+                commits.append(driver.submit(manifest.commit, rows))
         commits.append(driver.submit(manifest.commit, writer.flush()))
         for commit in commits:
             commit.result()

@@ -30,8 +30,8 @@ def build_table(table: Table, url: str, recipe: str, works: Sequence[Work], run:
     writer = ShardWriter(url, table.name, table.schema)
     for item, record in table.build(set(left), _parents(table, url)):
         writer.add(new_row(table.name, recipe, run, left.pop(item)), record)
-        if writer.full:
-            yield writer.flush()
+        if rows := writer.written():
+            yield rows
     yield writer.flush()
     cause = Failure("NoRow", f"{table.name} gave no row for it")
     yield [failed_row(new_row(table.name, recipe, run, work), cause) for work in left.values()]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +13,10 @@ from pipelines.stage import Source, Stage
 from storage.errors import CacheError, SchemaError
 from storage.manifest import Row
 from storage.reader import read_record
-from storage.schema import Record, Schema
+from storage.schema import Schema
 from storage.writer import ShardWriter
 
-FLUSH_S = 30.0  # a record is written at the latest so many seconds after it was made
-_WRITES_AHEAD = 2  # batches that may wait for the writing thread
+FLUSH_S = 30.0  # a record waits no longer for its shard to be full
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def open_inputs(task: StageTask, work: Work) -> list[Any]:
 
 
 class StageWorker:
-    """One stage in one process. Shards are written by a thread of their own while the next batch runs.
+    """One stage in one process. Shards are written by the writer's thread while the next batch runs.
 
     Args:
         task: the stage.
@@ -106,9 +103,6 @@ class StageWorker:
         self._extraction = extraction(task.stage.extractor, device)
         sizes = {} if target_bytes is None else {"target_bytes": target_bytes}
         self._writer = ShardWriter(task.url, task.name, task.stage.extractor.schema, **sizes)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"write-{task.name}")
-        self._writing: deque[Future[list[Row]]] = deque()
-        self._flushed_at = time.monotonic()
 
     def prepare(self, works: Sequence[Work]) -> list[Prepared]:
         """Open and prepare items; one whose data can't be used carries a Failure."""
@@ -129,7 +123,7 @@ class StageWorker:
         return prepared
 
     def run(self, works: Sequence[Work], prepared: Sequence[Prepared] | None = None, flush: bool = False) -> Report:
-        """Extract items, in batches of the stage's size, and hand the records to the writing thread.
+        """Extract items, in batches of the stage's size, and hand the records to the writer.
 
         Args:
             works: the items.
@@ -155,68 +149,39 @@ class StageWorker:
             report.stopped = failure(error)
         if flush or report.stopped:
             self.flush(report)
-        elif time.monotonic() - self._flushed_at > FLUSH_S:
-            self._submit_flush()
-        self._collect(report, wait=False)
+        elif self._writer.waiting_s > FLUSH_S:
+            self._writer.start()
+        report.rows += self._writer.written()
         report.seconds = time.perf_counter() - start
         return report
 
     def flush(self, report: Report | None = None) -> Report:
         """Write what is pending and wait for it; its rows are in the report."""
         report = report if report is not None else Report(self.task.name)
-        self._submit_flush()
-        self._collect(report, wait=True)
+        report.rows += self._writer.flush()
         return report
 
     def close(self) -> None:
-        """End helper and thread; records that were not flushed are dropped."""
+        """End helper and writer; records that were not flushed are dropped."""
         self._extraction.close()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._writer.close()
 
     def _write(self, works: Sequence[Work], outcomes: Sequence[Outcome], report: Report) -> None:
-        made = []
         for work, outcome in zip(works, outcomes, strict=True):
             row = replace(
                 new_row(self.task.name, self.task.recipe, self.task.run, work),
                 attempts=work.attempts + outcome.attempts - 1,
                 seconds=outcome.seconds,
             )
-            if isinstance(outcome.result, Failure):
-                report.rows.append(failed_row(row, outcome.result))
-            else:
-                made.append((row, outcome.result))
-        report.made += len(made)
-        if made:
-            self._writing.append(self._thread.submit(self._add, made))
-        while len(self._writing) > _WRITES_AHEAD:
-            self._collect_one(report)
-
-    def _add(self, made: Sequence[tuple[Row, Record]]) -> list[Row]:
-        rows: list[Row] = []
-        for row, record in made:
-            try:
-                self._writer.add(row, record)
-            except SchemaError as error:
-                rows.append(failed_row(row, failure(error)))
-            if self._writer.full:
-                rows += self._flush()
-        return rows
-
-    def _flush(self) -> list[Row]:
-        self._flushed_at = time.monotonic()
-        return self._writer.flush()
-
-    def _submit_flush(self) -> None:
-        self._writing.append(self._thread.submit(self._flush))
-
-    def _collect(self, report: Report, wait: bool) -> None:
-        while self._writing and (wait or self._writing[0].done()):
-            self._collect_one(report)
-
-    def _collect_one(self, report: Report) -> None:
-        rows = self._writing.popleft().result()
-        report.rows += rows
-        report.made -= sum(row.status == "failed" for row in rows)  # did not fit the schema after all
+            result = outcome.result
+            if not isinstance(result, Failure):
+                try:
+                    self._writer.add(row, result)
+                    report.made += 1
+                    continue
+                except SchemaError as error:
+                    result = failure(error)
+            report.rows.append(failed_row(row, result))
 
 
 def new_row(stage: str, recipe: str, run: str, work: Work) -> Row:

@@ -303,15 +303,15 @@ def test_full_disk_ends_the_run_with_a_clear_text_and_loses_nothing(runs, source
     from storage.errors import StoreUnwritable
     from storage.writer import ShardWriter
 
-    flush = ShardWriter.flush
+    start = ShardWriter.start
 
     def full(writer):
         if writer.stage == "sums":
             raise StoreUnwritable("/store: no space left on device")
-        return flush(writer)
+        return start(writer)
 
     chain = job(source, Stage(Numbers()), Stage(Sums()))
-    monkeypatch.setattr(ShardWriter, "flush", full)
+    monkeypatch.setattr(ShardWriter, "start", full)
     summary = runs(chain)
     assert summary.exit_code == 1
     assert "no space left" in summary.text()

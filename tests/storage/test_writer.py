@@ -236,14 +236,59 @@ def test_rows_say_where_each_record_lies_and_what_it_is(tmp_path: Path) -> None:
     assert not Manifest(tmp_path).stages()  # nothing is committed by the writer
 
 
-def test_a_writer_is_full_after_its_target_and_empty_after_a_flush(tmp_path: Path) -> None:
+def test_a_shard_that_has_its_size_is_written_while_the_next_is_filled(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, "objects", OBJECTS, target_bytes=80_000)
-    for i in range(3):
-        assert writer.full == (i == 2)
+    sizes = []
+    for i in range(5):
         writer.add(row(f"{i}"), objects(250, seed=i))
-    assert len(writer.flush()) == 3
-    assert not writer.full
-    assert writer.flush() == []
+        sizes.append(writer.pending)
+    assert sizes == [sizes[0], 2 * sizes[0], sizes[0], 2 * sizes[0], sizes[0]]
+    rows = []
+    while len(rows) < 4:  # each row once, when its shard is there
+        rows += writer.written()
+        time.sleep(0.001)
+    assert [r.item for r in rows] == ["0", "1", "2", "3"]
+    assert len({r.shard for r in rows}) == 2
+    assert [r.item for r in writer.flush()] == ["4"]
+    assert (writer.pending, writer.flush(), writer.written()) == (0, [], [])
+    for r in rows:
+        assert_same(read_record(tmp_path, r), objects(250, seed=int(r.item)))
+
+
+def test_a_shard_that_could_not_be_written_is_told_at_the_next_call_and_stays_pending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ShardWriter(tmp_path, "objects", OBJECTS, target_bytes=80_000)
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "replace", full)
+        for i in range(3):
+            writer.add(row(f"{i}"), objects(250, seed=i))
+        writer.add(row("3"), objects(250, seed=3))
+        with pytest.raises(StoreUnwritable, match=os.strerror(errno.ENOSPC)):
+            writer.add(row("not taken"), objects(250))
+    writer.add(row("4"), objects(250, seed=4))
+    rows = writer.flush()
+    assert [r.item for r in rows] == ["0", "1", "2", "3", "4"]
+    for r in rows:
+        assert_same(read_record(tmp_path, r), objects(250, seed=int(r.item)))
+
+
+def test_how_long_the_oldest_record_waits_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(storage.writer.time, "monotonic", lambda: now[0])
+    writer = ShardWriter(tmp_path, "objects", OBJECTS)
+    assert writer.waiting_s == 0
+    for i in range(2):
+        writer.add(row(f"{i}"), objects(2))
+        now[0] += 5
+    assert writer.waiting_s == 10
+    writer.start()
+    assert writer.waiting_s == 0
+    assert len(writer.flush()) == 2
 
 
 def test_a_record_too_large_for_a_parquet_page_is_sent_to_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
