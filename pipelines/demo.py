@@ -32,21 +32,23 @@ def main(out: Path, seed: int = 0) -> int:
     """Run the tour in a folder; returns the exit code.
 
     Args:
-        out: folder for data, store and report. A store that an earlier tour left there is replaced.
+        out: folder for data, store and report. Data and store that an earlier tour left there are replaced.
         seed: seed of the made-up rooms.
     """
     from pipelines import cli_jobs, report
 
     cli_jobs.check_folder(out)
     job = out / "demo.yaml"
-    if (out / "store").exists():
-        if not job.exists():
-            print(f"{out / 'store'} is not the demo's: give another folder with --out")
-            return 2
-        shutil.rmtree(out / "store")
+    for folder in (out / "data", out / "store"):
+        if folder.exists():
+            if not job.exists():
+                print(f"{folder} is not the demo's: give another folder with --out")
+                return 2
+            shutil.rmtree(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    job.write_text(JOB.format(file=job))
     print(f"1. A small dataset in ScanNet's layout, in {out / 'data'}", flush=True)
     cli_jobs.make_data("scannet", out / "data", seed, scenes=3)
-    job.write_text(JOB.format(file=job))
 
     runner = "ray" if importlib.util.find_spec("ray") else "local"
     code = 0

@@ -16,6 +16,7 @@ import numpy as np
 from extractors.geometry import transform
 from pipelines.errors import JobError
 from pipelines.make_data import lidar
+from pipelines.make_data.folder import made_in
 from pipelines.make_data.nuscenes_drive import BLOCK, CAMERAS, IMAGE, Drive, Sensor, ego_body, make_drive
 from pipelines.make_data.nuscenes_questions import CLASSES, Node, ask, node
 from pipelines.make_data.nuscenes_tables import Tables, visibility_token, wxyz
@@ -49,7 +50,7 @@ def make(
     folders are `masks` (extractors/masks.py) and `questions` (NuScenes-QA).
 
     Args:
-        out: folder, made if need be; files of the same names are replaced.
+        out: folder, made if need be; what an earlier make left there is removed first.
         seed: everything follows from it.
         scenes: how many drives, at most 10; they have the names of nuScenes' mini scenes.
         key_frames: of each scene, half a second apart; between two of them there are nine more LiDAR sweeps.
@@ -60,7 +61,7 @@ def make(
         Counts: scenes, key frames, sweeps, points, images, annotations, questions by split.
 
     Raises:
-        JobError: a count or the scale is out of range.
+        JobError: a count or the scale is out of range, or the folder holds something else.
         MissingPackage: Blender is not installed.
     """
     if not 1 <= scenes <= len(SCENES):
@@ -70,7 +71,14 @@ def make(
     if not 0.01 <= image_scale <= 4:
         raise JobError(f"image_scale is {image_scale}, need 0.01 to 4; 1 gives 1600 x 900 pixels")
     size = round(IMAGE[0] * image_scale), round(IMAGE[1] * image_scale)
-    tables, out = Tables(seed), Path(out)
+    with made_in(out, "nuscenes"):
+        return _make(out, seed, scenes, key_frames, size, version)
+
+
+def _make(
+    out: Path, seed: int, scenes: int, key_frames: int, size: tuple[int, int], version: str
+) -> dict[str, Any]:  # fmt: skip
+    tables = Tables(seed)
     for channel in ("LIDAR_TOP", *CAMERAS):
         tables.add("sensor", channel, channel=channel, modality="lidar" if channel == "LIDAR_TOP" else "camera")
     duration_s = (key_frames - 1) * _KEY_US / 1e6

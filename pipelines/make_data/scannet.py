@@ -13,6 +13,8 @@ import numpy as np
 
 from extractors.geometry import transform
 from extractors.sens import SensFrame, SensHeader, write_sens
+from pipelines.errors import JobError
+from pipelines.make_data.folder import made_in
 from pipelines.make_data.render import render
 from pipelines.make_data.rooms import NYU40, Patch, Room, make_room
 from pipelines.make_data.situations import Question, ask
@@ -34,17 +36,24 @@ def make(out: Path, seed: int = 0, scenes: int = 3, quick: bool = False) -> dict
     both are of ScanNet's val split.
 
     Args:
-        out: folder, made if need be; files of the same names are replaced.
+        out: folder, made if need be; what an earlier make left there is removed first.
         seed: everything follows from it.
         scenes: how many rooms.
         quick: shorter recordings (60 frames instead of 160) and fewer questions.
 
     Returns:
         Counts: scenes, vertices, frames, questions by split.
+
+    Raises:
+        JobError: `scenes` is out of range, or the folder holds something else.
     """
     if scenes < 1:
-        raise ValueError(f"scenes is {scenes}, need at least 1")
-    out = Path(out)
+        raise JobError(f"scenes is {scenes}, need at least 1")
+    with made_in(out, "scannet"):
+        return _make(out, seed, scenes, quick)
+
+
+def _make(out: Path, seed: int, scenes: int, quick: bool) -> dict[str, Any]:
     held_out = max(1, scenes // 5) if scenes > 1 else 0
     n_val = held_out if scenes > 2 else 0
     splits = ["train"] * (scenes - held_out - n_val) + ["val"] * n_val + ["test"] * held_out
