@@ -43,12 +43,20 @@ class Weights:
             )
         return path
 
-    def identity(self) -> str:
-        """`untrained:SEED`, or `sha256:` and the hex digest of the file's content."""
+    def identity(self, digest: Callable[[Path], bytes] | None = None) -> str:
+        """`untrained:SEED`, or `sha256:` and the hex digest of the file's content.
+
+        Args:
+            digest: gives the sha256 of a file, from memory where it can; by default the file is read.
+        """
         if self.seed is not None:
             return self.source
-        with self.path.open("rb") as file:
-            return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+        return "sha256:" + (digest or _sha256)(self.path).hex()
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +118,18 @@ class Extractor:
         raise NotImplementedError
 
 
-def recipe(extractor: Extractor) -> dict[str, Any]:
-    """All that decides the output besides the item, as plain JSON types."""
+def recipe(extractor: Extractor, digest: Callable[[Path], bytes] | None = None) -> dict[str, Any]:
+    """All that decides the output besides the item, as plain JSON types.
+
+    Args:
+        digest: as in `Weights.identity`.
+    """
     settings: dict[str, Any] = {}
     weights: dict[str, str] = {}
     for f in fields(extractor):
         value = getattr(extractor, f.name)
         if isinstance(value, Weights):
-            weights[f.name] = value.identity()
+            weights[f.name] = value.identity(digest)
         else:
             settings[f.name] = list(value) if isinstance(value, tuple) else value
     return {"extractor": extractor.name, "version": extractor.version, "settings": settings, "weights": weights}

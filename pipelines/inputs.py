@@ -104,6 +104,16 @@ def missing_files(source: Source, kinds: Iterable[str], keys: Iterable[str] | No
     return {key: paths for key, paths in lacking.items() if paths}
 
 
+def digest_file(path: Path) -> bytes:
+    """sha256 of a file's content, from the user's stat cache where the file is unchanged.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    with path.open("rb"):
+        return StatCache().digest([os.path.abspath(path)])[os.path.abspath(path)]
+
+
 def default_cache() -> Path:
     """`$XDG_CACHE_HOME/scenecache/files.sqlite`, or the same under `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scenecache" / "files.sqlite"

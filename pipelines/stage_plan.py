@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from extractors.base import recipe as extractor_recipe
 from pipelines.columns import DIGEST, TEXT, codes
+from pipelines.inputs import digest_file
 from pipelines.stage import Stage, Table
 from storage.fingerprint import fingerprint
 from storage.manifest import Row
@@ -240,7 +241,7 @@ def entries(stage: Stage | Table) -> tuple[str, ...]:
 def recipe_of(stage: Stage | Table) -> dict[str, Any]:
     """The recipe of a stage or table, without the paths among a table's fields: the digests of its rows count."""
     if isinstance(stage, Stage):
-        return extractor_recipe(stage.extractor)
+        return extractor_recipe(stage.extractor, digest_file)
     hints = get_type_hints(type(stage))
     kept = [f.name for f in fields(stage) if Path not in (hints[f.name], *get_args(hints[f.name]))]  # type: ignore[arg-type]
     values = {name: getattr(stage, name) for name in kept}

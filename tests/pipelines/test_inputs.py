@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import sqlite3
@@ -12,8 +13,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from pipelines import inputs
 from pipelines.errors import JobError
-from pipelines.inputs import Digests, StatCache, digest_inputs
+from pipelines.inputs import Digests, StatCache, digest_file, digest_inputs
 
 
 @dataclass(frozen=True)
@@ -188,3 +190,16 @@ def test_item_keys_of_any_kind_are_taken(tmp_path: Path, cache: StatCache) -> No
 def test_a_key_that_is_no_text_is_refused_by_name(tmp_path: Path, cache: StatCache) -> None:
     with pytest.raises(JobError, match="rename the file"):
         digest_inputs(Files({os.fsdecode(b"a\xff"): []}), ["scan"], cache)
+
+
+def test_unchanged_weights_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights, expected = write(tmp_path / "w.pth", "numbers"), hashlib.sha256(b"numbers").digest()
+    assert digest_file(weights) == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs, "_hash_file", lambda path: pytest.fail("read again"))
+        assert digest_file(weights) == expected
+    write(weights, "others", age_s=50)
+    assert digest_file(weights) == hashlib.sha256(b"others").digest()
+    with pytest.raises(FileNotFoundError):
+        digest_file(tmp_path / "none")

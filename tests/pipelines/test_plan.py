@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -138,6 +139,18 @@ def test_changed_weights_are_named() -> None:
     world = World()
     world.run()
     world.use(Points(weights=Weights("untrained:1")), Grid())
+    assert world.says("points")["a"] == ("compute", "weights changed")
+
+
+def test_a_changed_weight_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights = tmp_path / "w.pth"
+    weights.write_bytes(b"one")
+    world = World(Points(weights=Weights(str(weights))))
+    world.run()
+    weights.touch()
+    assert world.says("points")["a"] == ("reuse", "unchanged")
+    weights.write_bytes(b"two")
     assert world.says("points")["a"] == ("compute", "weights changed")
 
 
