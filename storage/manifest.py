@@ -106,9 +106,14 @@ class Manifest:
 
     Raises:
         StoreNotFound: no such snapshot.
+        TypeError: the snapshot is no whole number.
     """
 
     def __init__(self, url: str | os.PathLike[str], snapshot: int | None = None) -> None:
+        if isinstance(snapshot, np.integer):
+            snapshot = int(snapshot)
+        if snapshot is not None and type(snapshot) is not int:
+            raise TypeError(f"snapshot is {snapshot!r}, expected a whole number, as `.snapshot` gives, or None")
         self.folder = Folder(url)
         self._url = self.folder.path("manifest")
         self._at = look(self._url, snapshot)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -213,6 +214,14 @@ def test_a_snapshot_stays_until_refreshed(tmp_path: Path) -> None:
     assert list(newest(Manifest(tmp_path, snapshot), "status")) == ["a"]
     with pytest.raises(StoreNotFound, match="can't open snapshot 77"):
         Manifest(tmp_path, 77)
+
+
+@pytest.mark.parametrize("snapshot", ["0", 1.0, True, b"0"])
+def test_a_snapshot_that_is_no_whole_number_is_refused_by_its_value(tmp_path: Path, snapshot: Any) -> None:
+    Manifest(tmp_path).commit([row("a")])
+    with pytest.raises(TypeError, match=f"snapshot is {snapshot!r}, expected a whole number"):
+        storage.open(tmp_path, snapshot=snapshot)
+    assert Manifest(tmp_path, np.int64(1)).snapshot == 1  # type: ignore[arg-type]
 
 
 def test_a_store_without_a_manifest_is_empty_and_nothing_is_made_by_looking(tmp_path: Path) -> None:
