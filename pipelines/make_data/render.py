@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import cv2
 import numpy as np
 
-from pipelines.make_data.rooms import Patch
+from pipelines.make_data.surfaces import Patch
 
 _NEAR = 0.05  # metres
 _SEAM = 1e-4  # share of an edge by which neighbours overlap, so that no ray passes between them

@@ -15,9 +15,11 @@ from extractors.geometry import transform
 from extractors.sens import SensFrame, SensHeader, write_sens
 from pipelines.errors import JobError
 from pipelines.make_data.folder import made_in
+from pipelines.make_data.furniture import NYU40
 from pipelines.make_data.render import render
-from pipelines.make_data.rooms import NYU40, Patch, Room, make_room
+from pipelines.make_data.rooms import Room, make_room
 from pipelines.make_data.situations import Question, ask
+from pipelines.make_data.surfaces import Patch
 from pipelines.sources.ply import write_ply
 
 COLOR_SIZE, DEPTH_SIZE = (320, 240), (160, 120)

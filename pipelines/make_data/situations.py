@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.make_data.rooms import Room, Thing
+from pipelines.make_data.furniture import Thing
+from pipelines.make_data.rooms import Room
 
 DIRECTIONS = ("in front of me", "to my left", "behind me", "to my right")  # by quarter turns to the left
 _TURN = ("forward", "left", "backward", "right")
