@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.cli_store import reaching
-from pipelines.errors import JobError
+from pipelines.errors import JobError, unknown
 from pipelines.inputs import NOTHING, Digests, Progress, digest_inputs, missing_files
-from pipelines.job_spec import JobSpec, read_job, unknown
+from pipelines.job_spec import JobSpec, read_job
 from pipelines.plan import Options, Plan, plan
 from pipelines.plan_view import as_table, console, items_table, to_json
 from pipelines.stage import Job

@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 import storage
-from pipelines.errors import JobError
-from pipelines.job_spec import unknown
+from pipelines.errors import JobError, unknown
 from pipelines.plan_view import size
 from storage.errors import CacheError
 from storage.files import plain

@@ -25,8 +25,7 @@ import numpy as np
 
 from pipelines import nuscenes_qa_npz
 from pipelines.cli_store import open_store
-from pipelines.errors import JobError
-from pipelines.job_spec import unknown
+from pipelines.errors import JobError, unknown
 from storage.errors import RecordMissing
 from storage.reader import Records
 from storage.schema import Record, Schema

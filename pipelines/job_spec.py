@@ -15,8 +15,6 @@ A stage's keys are its extractor's settings, besides `extractor` (the stage's ow
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import importlib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,12 +30,12 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
-    create_model,
     model_validator,
 )
 
 from extractors.base import Weights
-from pipelines.errors import JobError
+from pipelines.errors import JobError, unknown
+from pipelines.settings import has_type, instance_of, no_switch
 from pipelines.stage import Job, Stage
 from storage.files import check_stage
 
@@ -78,14 +76,7 @@ TABLES = {
 _ROUNDS = 5  # of reading a job without what was wrong in it; dropping a part may show another fault
 
 
-def _no_switch(value: Any) -> Any:
-    """Refuse true and false, which pydantic would take for 1 and 0."""
-    if isinstance(value, bool) or (isinstance(value, list | tuple) and any(isinstance(one, bool) for one in value)):
-        raise ValueError(f"{'a list with ' if not isinstance(value, bool) else ''}true or false is no number or text")
-    return value
-
-
-_Count = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_no_switch)]
+_Count = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(no_switch)]
 
 
 class _Part(BaseModel):
@@ -118,7 +109,7 @@ class StageSpec(_Part):
     of: tuple[str, ...] = ()
     batch: _Count = None
     workers: _Count = None
-    gpus: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(_no_switch)] = None
+    gpus: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(no_switch)] = None
 
 
 class TableSpec(_Part):
@@ -225,11 +216,11 @@ class JobSpec(BaseModel):
         if spec:
             with suppress(JobError):
                 kinds = _class(SOURCES, spec.type, "source").kinds  # type: ignore[attr-defined]
-            source = _made("source", lambda: _class(SOURCES, spec.type, "source"), spec.settings, faults)
+            source = instance_of("source", lambda: _class(SOURCES, spec.type, "source"), spec.settings, faults)
         stages, tables = [], []
         for name, part in self.stages.items():
             run = ("of", "batch", "workers", "gpus", "extractor")
-            extractor = _made(name, lambda n=name, p=part: _extractor(n, p), part.settings, faults, run)
+            extractor = instance_of(name, lambda n=name, p=part: _extractor(n, p), part.settings, faults, run)
             try:
                 check_stage(name)
                 if extractor is not None:
@@ -238,7 +229,9 @@ class JobSpec(BaseModel):
                 faults.append(str(error))
             faults += self._misfed(name, part, kinds)
         for name, table in self.tables.items():
-            made = _made(name, lambda n=name, t=table: _class(TABLES, t.type or n, "table"), table.settings, faults)
+            made = instance_of(
+                name, lambda n=name, t=table: _class(TABLES, t.type or n, "table"), table.settings, faults
+            )
             if made is not None and made.name != name:
                 faults.append(f"table {name}: its records are called {made.name}; give it that name")
             tables.append(made)
@@ -328,73 +321,6 @@ def _feeds(name: str, part: StageSpec | TableSpec) -> tuple[str, ...]:
     return takes
 
 
-def _made(name: str, find: Any, settings: Mapping[str, Any], faults: list[str], also: Sequence[str] = ()) -> Any:
-    """An instance of a class with checked settings; None, and a line in `faults` for each that is wrong."""
-    try:
-        cls = find()
-    except JobError as error:
-        faults.append(str(error))
-        return None
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    strange = [key for key in settings if key not in fields]
-    faults += [f"{name}: {unknown('setting', key, [*fields, *also])}" for key in strange]
-    hints = typing.get_type_hints(cls)
-    unset = set()
-    for key, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and settings.get(key) is None:
-            unset.add(key)
-            faults.append(f"{name}.{key} is not set: {_wish(hints[key])}, as {name}.{key}={_example(hints[key])}")
-    given = {key: value for key, value in settings.items() if key in fields and key not in unset}
-    types: dict[str, Any] = {key: (_lenient(hints[key]), ...) for key in given}
-    model = create_model("Settings", __config__=ConfigDict(arbitrary_types_allowed=True), **types)
-    try:
-        checked = model.model_validate(given)
-        if not unset:
-            made = cls(**{key: getattr(checked, key) for key in given})
-            return None if strange else made
-    except ValidationError as error:
-        for fault in error.errors():
-            key = ".".join(str(part) for part in fault["loc"][:1])
-            faults.append(f"{name}.{key} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}")
-    except ValueError as error:
-        faults.append(f"{name}: {error}")
-    return None
-
-
-def _lenient(hint: Any) -> Any:
-    """A type as the command line gives it: weights by their source, tuples as `a,b`; true and false are no numbers."""
-    if not _mentions(hint, bool):
-        hint = Annotated[hint, BeforeValidator(_no_switch)]
-        return _parsed(hint, typing.get_args(hint)[0])
-    return _parsed(hint, hint)
-
-
-def _mentions(hint: Any, wanted: type) -> bool:
-    """The type is `wanted` or anything, a literal of it, or has such a part."""
-    return (
-        hint in (wanted, Any)
-        or isinstance(hint, wanted)
-        or any(_mentions(one, wanted) for one in typing.get_args(hint))
-    )
-
-
-def _parsed(hint: Any, bare: Any) -> Any:
-    if _has(bare, Weights):
-        return Annotated[hint, BeforeValidator(lambda value: Weights(value) if isinstance(value, str) else value)]
-    if _has(bare, tuple):
-        return Annotated[hint, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
-    if _has(bare, Path):
-        return Annotated[hint, BeforeValidator(lambda v: Path(v).expanduser() if isinstance(v, str) else v)]
-    return hint
-
-
-def _has(hint: Any, wanted: type) -> bool:
-    """The type is `wanted`, or a union that has it."""
-    origin = typing.get_origin(hint) or hint
-    return origin is wanted or (origin is not tuple and any(_has(one, wanted) for one in typing.get_args(hint)))
-
-
 def _anchor(find: Any, part: _Part, folder: Path) -> None:
     """Make the paths among a part's settings relative to the folder of the job's file."""
     try:
@@ -403,21 +329,11 @@ def _anchor(find: Any, part: _Part, folder: Path) -> None:
         return
     for key, hint in typing.get_type_hints(cls).items():
         value = part.settings.get(key)
-        path = _has(hint, Path) or (_has(hint, Weights) and isinstance(value, str) and Weights(value).seed is None)
+        path = has_type(hint, Path) or (
+            has_type(hint, Weights) and isinstance(value, str) and Weights(value).seed is None
+        )
         if path and isinstance(value, str):
             part.settings[key] = str(folder / Path(value).expanduser())
-
-
-def _wish(hint: Any) -> str:
-    if _has(hint, Weights):
-        return "give a checkpoint file, or untrained:0 to run without training"
-    if _has(hint, Path):
-        return "give a path"
-    return f"give a value of type {getattr(hint, '__name__', hint)}"
-
-
-def _example(hint: Any) -> str:
-    return "untrained:0" if _has(hint, Weights) else "/data/..." if _has(hint, Path) else "..."
 
 
 def _plain(text: str) -> Any:
@@ -430,14 +346,6 @@ def _plain(text: str) -> Any:
         except yaml.YAMLError:
             raise JobError(f"override value {text!r} is not YAML") from None
     return text
-
-
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """`unknown setting 'proposal'; did you mean proposals?`, or all there are."""
-    known = list(known)
-    near = difflib.get_close_matches(str(name), known, 3, 0.6)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
-    return f"unknown {what} '{name}'; {hint}"
 
 
 def _lines(error: ValidationError) -> list[str]:
