@@ -6,7 +6,8 @@ The protocol is small enough to be spoken by a program that imports nothing of o
 - requests come on the helper's stdin, one at a time; the end of stdin means: exit;
 - every request gets one reply, on the file that was fd 1 when the helper started. The helper
   copies fd 1 first and points fd 1 at fd 2, so that what a library prints can't damage a frame;
-- a request that fails gets `{"error": class name, "text": str(error), "traceback": ...}`;
+- a request that fails gets `{"error": class name, "text": str(error), "traceback": ..., "place": ...}`,
+  the last two where there are any;
 - the helper asks Linux to be killed with its parent (`prctl(PR_SET_PDEATHSIG, SIGKILL)`).
 
 `serve` does the helper's side of this in Python.
@@ -31,6 +32,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NoReturn
 
 from extractors import errors
@@ -307,14 +309,26 @@ def serve(function: Callable[[Any], Any]) -> NoReturn:
             body = pickle.dumps(function(pickle.loads(request)), protocol=5)
         except Exception as error:
             body = pickle.dumps(
-                {"error": type(error).__name__, "text": str(error), "traceback": traceback.format_exc()}, protocol=5
-            )
+                {
+                    "error": type(error).__name__, "text": str(error), "place": place(error),
+                    "traceback": traceback.format_exc(),
+                },
+                protocol=5,
+            )  # fmt: skip
         del request
         _send(replies, len(body).to_bytes(_HEADER, "little"))
         _send(replies, body)
         del body
     sys.stderr.flush()
     os._exit(0)  # native libraries that hang at exit are what helpers are for
+
+
+def place(error: BaseException) -> str:
+    """File, line and function in which an error came up, "" where that is not known; in the helper, if it was there."""
+    if (there := getattr(error, "place", None)) is not None:
+        return str(there)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    return f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, {frames[-1].name}" if frames else ""
 
 
 def tree_rss(pid: int) -> int:
@@ -438,6 +452,7 @@ def _rebuild(name: str, reply: dict[str, Any]) -> Exception:
             error = RuntimeError(f"{reply['error']}: {text}")
     else:
         error = RuntimeError(f"{reply['error']}: {text}")
+    error.place = str(reply.get("place", ""))  # type: ignore[attr-defined]
     if reply.get("traceback"):
         error.add_note(f"in the {name} helper:\n{reply['traceback']}")
     return error

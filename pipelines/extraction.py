@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from extractors.base import Extractor
-from extractors.child import Child
+from extractors.child import Child, place
 from extractors.errors import ChildDied, DeadlineExceeded, MissingPackage, WeightsError
+from storage.errors import SchemaError
 from storage.schema import Record
 
 STOPS_STAGE = (WeightsError, MissingPackage)  # concern every item: never recorded as one item's failure
@@ -49,11 +48,14 @@ class Prepared:
 def failure(error: BaseException) -> Failure:
     """Describe an error in one line; one that is not ours also says where in the code it came up."""
     text = " ".join(str(error).split()) or "no message"
-    if not type(error).__module__.startswith(("extractors.", "storage.")):
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
-        if frames:
-            text += f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}, {frames[-1].name})"
+    if not type(error).__module__.startswith(("extractors.", "storage.")) and (where := place(error)):
+        text += f" ({where})"
     return Failure(type(error).__name__, text[:_TEXT_LENGTH])
+
+
+def _left(error: SystemExit) -> RuntimeError:
+    """`sys.exit` in an extractor's code as an error like any other: it must not end the run."""
+    return RuntimeError(f"sys.exit({error.code!r})").with_traceback(error.__traceback__)
 
 
 class Extraction:
@@ -66,7 +68,11 @@ class Extraction:
 
     def load(self) -> None:
         """Load the weights; `run` does it where this was not called."""
-        self._call = self._call or self.extractor.load(self.device)
+        if self._call is None:
+            try:
+                self._call = self.extractor.load(self.device)
+            except SystemExit as error:
+                raise _left(error) from error
 
     def prepare(self, item: str, inputs: Sequence[Any]) -> Prepared:
         """The item's prepared input, or a Failure in its place."""
@@ -75,6 +81,8 @@ class Extraction:
             value = self.extractor.prepare(item, *inputs)
         except STOPS_STAGE:
             raise
+        except SystemExit as error:
+            value = failure(_left(error))
         except Exception as error:
             value = failure(error)
         return Prepared(item, value, time.perf_counter() - start)
@@ -101,14 +109,17 @@ class Extraction:
         results: Sequence[Record | Failure]
         try:
             results = self._call([p.value for p in batch])
-            if len(results) != len(batch):
-                raise ValueError(f"{self.extractor.name}: {len(results)} records for a batch of {len(batch)} items")
+            if not isinstance(results, Sequence) or len(results) != len(batch):
+                found = f"{len(results)} records" if isinstance(results, Sequence) else type(results).__name__
+                raise SchemaError(
+                    f"{self.extractor.name}: {found} for a batch of {len(batch)}, expected a list, one each"
+                )
         except STOPS_STAGE:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if len(batch) > 1:
                 return [outcome for one in batch for outcome in self._run([one])]
-            results = [failure(error)]
+            results = [failure(_left(error) if isinstance(error, SystemExit) else error)]
         each = (time.perf_counter() - start) / len(batch)
         return [Outcome(result, p.seconds + each) for result, p in zip(results, batch, strict=True)]
 
@@ -122,6 +133,12 @@ class HostedExtraction(Extraction):
 
     def __init__(self, extractor: Extractor, device: str = "cpu") -> None:
         super().__init__(extractor, device)
+        if type(extractor).__module__ == "__main__":
+            name = type(extractor).__name__
+            raise TypeError(
+                f"{name} is defined in the program that was started, so its helper process can't import it: "
+                f"move it to a module of its own, or do without deadline_s, memory_gb and recycle_after"
+            )
         self._child = Child(
             [sys.executable, "-m", "pipelines.host"],
             name=extractor.name,

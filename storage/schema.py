@@ -118,8 +118,11 @@ class Schema:
 
         Raises:
             SchemaError: a column is missing, unknown, of another shape or dtype, the columns
-                disagree on the number of elements, or a text value is not of its column's type.
+                disagree on the number of elements, a text value is not of its column's type, or the
+                record is no mapping of arrays at all.
         """
+        if not isinstance(record, Mapping):
+            raise SchemaError(f"{where}: {type(record).__name__} in place of a record, a dict of arrays by column")
         if missing := self.columns.keys() - record.keys():
             raise SchemaError(f"{where}: no column {sorted(missing)}; return it or drop it from the schema")
         if unknown := record.keys() - self.columns.keys():
@@ -127,7 +130,7 @@ class Schema:
         checked: Record = {}
         count: int | None = None
         for name, column in self.columns.items():
-            array = np.asarray(record[name], dtype=object if column.numpy.hasobject else None)
+            array = _array(record[name], object if column.numpy.hasobject else None, f"{where}: '{name}'")
             if array.dtype != column.numpy:
                 raise SchemaError(f"{where}: '{name}' is {array.dtype}, the schema says {column.dtype}")
             dims = () if column.numpy.hasobject and None in column.dims else column.dims
@@ -162,6 +165,15 @@ class Schema:
         return cls(columns, data["element"], data["format"], data["compress"])
 
 
+def _array(value: Any, dtype: type | None, where: str) -> np.ndarray:
+    """The value as an array, which lists of unequal lengths are not, nor tensors on a GPU or with a gradient."""
+    try:
+        return np.asarray(value, dtype=dtype)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise SchemaError(f"{where} is a {type(value).__name__} that gives no array: {text}") from None
+
+
 def one_nan(array: np.ndarray) -> np.ndarray:
     """The array with every NaN as numpy writes it: a null keeps no other bits, and record digests count bits."""
     missing = np.isnan(array)
@@ -186,7 +198,7 @@ def _stored(column: Column, format: str, array: np.ndarray, where: str) -> np.nd
     if column.numpy.hasobject:
         lists = np.empty(array.shape, object)
         for index, value in np.ndenumerate(array):
-            values = np.asarray(value)
+            values = _array(value, None, where)
             if values.ndim != 1 or not (len(values) == 0 or np.can_cast(values.dtype, column.dtype, "same_kind")):
                 raise SchemaError(
                     f"{where} holds {values.dtype} of shape {values.shape}, expected a list of {column.dtype}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,16 @@ class Numbers(Extractor):
                     os._exit(3)
             case ("slow", _, seconds):
                 time.sleep(float(seconds))
+            case ("quit", _, _):
+                sys.exit("no licence")
+            case ("no record", _, _):
+                return None  # type: ignore[return-value]
+            case ("ragged", _, _):
+                return {"value": [[1.0], [1.0, 2.0]], "order": np.arange(2, dtype=np.int32)}  # type: ignore[dict-item]
+            case ("gradient", _, _):
+                import torch
+
+                return {"value": torch.zeros(2, 4, requires_grad=True), "order": np.arange(2, dtype=np.int32)}  # type: ignore[dict-item]
         rows = 0 if text == "none" else self.rows
         value = self.scale * np.random.default_rng(seed_for(key, len(text))).random((rows, 4), np.float32)
         return {"value": value[:, :3] if text == "shape" else value, "order": np.arange(rows, dtype=np.int32)}
@@ -160,6 +171,37 @@ class NoWeights(Numbers):
         if self.package:
             raise MissingPackage("numbers need 'nothing': pip install nothing")
         raise WeightsError("votes.pt: no key 'conv.weight'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quits(Numbers):
+    """Can't load, and takes that for a reason to end the process."""
+
+    def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
+        sys.exit("no licence")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedQuits(Quits):
+    """The same in a helper process."""
+
+    deadline_s: ClassVar[float | None] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoList(Numbers):
+    """Gives something else than a list of records, one per item."""
+
+    gives: str = "nothing"
+
+    def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
+        run = super().load(device)
+        give = {
+            "nothing": lambda batch: None,
+            "a generator": lambda batch: (one for one in run(batch)),
+            "few": lambda batch: [],
+        }
+        return give[self.gives]  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from pipelines.stage import Stage
-from tests.pipelines.fakes import Both, Folder, Hosted, NoSchema, NoWeights, Numbers, Questions, Sums
+from tests.pipelines.fakes import (
+    Both,
+    Folder,
+    Hosted,
+    HostedQuits,
+    NoList,
+    NoSchema,
+    NoWeights,
+    Numbers,
+    Questions,
+    Quits,
+    Sums,
+)
 from tests.pipelines.running import Runs, counts, job
 
 
@@ -90,6 +102,14 @@ def test_changed_file_alone_is_recomputed(runs, source):
         ("bad", "InvalidValues", "item 03.txt: bad values"),
         ("bug", "ZeroDivisionError", r"division by zero (fakes.py, line"),
         ("shape", "SchemaError", "'value' has shape (3, 3)"),
+        ("no record", "SchemaError", "NoneType in place of a record"),
+        ("ragged", "SchemaError", "'value' is a list that gives no array"),
+        (
+            "gradient",
+            "SchemaError",
+            "'value' is a Tensor that gives no array: Can't call numpy()",
+        ),
+        ("quit", "RuntimeError", "sys.exit('no licence') (fakes.py, line"),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 4])
@@ -205,6 +225,30 @@ def test_stage_without_a_schema_stops_with_what_reads_it_and_others_run(runs, so
     assert summary.exit_code == 1
     assert "stopped: ValueError: numbers: no model 'nosuch'" in summary.text()
     assert runs.rows("numbers") == {}
+
+
+@pytest.mark.parametrize("gives", ["nothing", "a generator", "few"])
+def test_network_that_gives_no_list_of_records_fails_its_items_by_name(runs, source, gives):
+    summary = runs(job(source, Stage(NoList(gives=gives), batch=4)))
+    assert counts(summary, "numbers") == {"failed": 12}
+    row = runs.rows("numbers")["item 03"]
+    assert row["error_class"] == "SchemaError"
+    assert row["error_text"].startswith("numbers: ")
+    assert "expected a list" in row["error_text"]
+
+
+@pytest.mark.parametrize("extractor", [Quits(), HostedQuits()])
+def test_load_that_ends_the_process_stops_its_stage_alone_and_says_where(runs, source, extractor):
+    summary = runs(job(source, Stage(extractor), Stage(Numbers(), name="others")))
+    assert [counts(summary, name) for name in ("numbers", "others")] == [{"left": 12}, {"made": 12}]
+    assert "stopped: RuntimeError: sys.exit('no licence') (fakes.py, line" in summary.text()
+
+
+def test_extractor_of_the_program_itself_is_told_that_a_helper_cannot_import_it(runs, source):
+    mine = type("Mine", (Hosted,), {"__module__": "__main__"})
+    summary = runs(job(source, Stage(mine())))
+    assert summary.exit_code == 1
+    assert "Mine is defined in the program that was started" in summary.text()
 
 
 def test_run_that_never_committed_anything_names_no_snapshot(runs, source):
