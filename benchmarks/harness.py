@@ -15,10 +15,13 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # `python benchmarks/NAME.py` puts only this folder on the path; without an install the packages are one level up.
 if (_root := str(Path(__file__).resolve().parents[1])) not in sys.path:
@@ -71,6 +74,47 @@ def compare(
             line = " .. ".join(map(_seconds, (min(taken), statistics.median(taken), max(taken))))
             print(f"  {name:<24} {line}   (low .. median .. high of {repeats})", file=sys.stderr)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def shares(
+    run: Callable[[], Any], repeats: int, operations: Iterable[tuple[Any, str, str]], outer: Collection[str] = ()
+) -> dict[str, float]:
+    """Share of processor time per operation, and the `rest`; for one thread.
+
+    Args:
+        run: what is measured.
+        operations: owner, attribute and name: calls of that attribute count under that name. What an operation calls
+            counts for it alone.
+        outer: names of those that count without the operations which they call.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    running: list[str] = []
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if running and running[-1] not in outer:
+                return function(*args, **kwargs)
+            running.append(name)
+            start = time.process_time()
+            result = function(*args, **kwargs)
+            took = time.process_time() - start
+            running.pop()
+            seconds[name] += took
+            if running:
+                seconds[running[-1]] -= took
+            return result
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, attribute, name in operations:
+            stack.enter_context(mock.patch.object(owner, attribute, timed(name, getattr(owner, attribute))))
+        start = time.process_time()
+        for _ in range(repeats):
+            run()
+        total = time.process_time() - start
+    named = {name: spent / total for name, spent in seconds.items()}
+    return named | {"rest": 1 - sum(named.values())}
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -14,13 +14,10 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # spconv's own loops obey nothing else
 
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import harness
 import numpy as np
@@ -33,6 +30,11 @@ from extractors.checkpoint import seeded_init
 from extractors.sparse_conv import SparseTensor
 from extractors.sparse_encoder import SparseEncoder
 from extractors.voxels import voxelize
+
+OPERATIONS = (
+    (sparse_conv, "_submanifold_map", "index maps"), (sparse_conv, "_strided_map", "index maps"),
+    (torch, "index_select", "gather"), (torch, "mm", "multiply"), (sparse_conv, "embedding_bag", "add"),
+)  # fmt: skip
 
 
 def spconv_encoder(state: dict[str, Tensor], shape: tuple[int, int, int]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -75,34 +77,6 @@ def spconv_encoder(state: dict[str, Tensor], shape: tuple[int, int, int]) -> Cal
     encoder = Encoder().eval()
     encoder.load_state_dict(state)
     return encoder
-
-
-def shares(run: Callable[[], Any], repeats: int) -> dict[str, float]:
-    """Share of processor time per operation."""
-    seconds: dict[str, float] = defaultdict(float)
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            result = function(*args, **kwargs)
-            seconds[name] += time.process_time() - start
-            return result
-
-        return call
-
-    with (
-        mock.patch.object(sparse_conv, "_submanifold_map", timed("index maps", sparse_conv._submanifold_map)),
-        mock.patch.object(sparse_conv, "_strided_map", timed("index maps", sparse_conv._strided_map)),
-        mock.patch.object(torch, "index_select", timed("gather", torch.index_select)),
-        mock.patch.object(torch, "mm", timed("multiply", torch.mm)),
-        mock.patch.object(sparse_conv, "embedding_bag", timed("add", sparse_conv.embedding_bag)),
-    ):
-        start = time.process_time()
-        for _ in range(repeats):
-            run()
-        total = time.process_time() - start
-    named = {name: spent / total for name, spent in seconds.items()}
-    return named | {"rest": 1 - sum(named.values())}
 
 
 def operations(stages: tuple[SparseTensor, ...]) -> float:
@@ -159,7 +133,7 @@ def main() -> None:
             ratios["ours_vs_spconv" if scans == 1 else "ours_vs_spconv_ten_sweeps"] = (
                 medians["spconv"] / medians["ours"]
             )
-        parts = shares(ours, 2)
+        parts = harness.shares(ours, 2, OPERATIONS)
         work = operations(stages)
         figures[name] = {
             "seconds": medians,

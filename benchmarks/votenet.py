@@ -8,10 +8,6 @@ Shares are of processor time on one thread: `matrix` is matrix multiplication, t
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import harness
@@ -23,6 +19,12 @@ from extractors import pointnet2, votenet_network
 from extractors.checkpoint import seeded_init
 from extractors.pointnet2 import SetAbstraction
 from extractors.votenet_network import VoteNetwork
+
+OPERATIONS = (
+    (votenet_network, "furthest_point_sample", "sampling"), (pointnet2, "ball_query", "ball query"),
+    (pointnet2, "three_nn", "three nearest"), (pointnet2, "three_interpolate", "interpolation"),
+    (SetAbstraction, "forward", "gather and pool"), (torch, "addmm", "matrix"), (Tensor, "addmm_", "matrix"),
+)  # fmt: skip
 
 
 def room(points: int, seed: int = 0) -> Tensor:
@@ -80,46 +82,6 @@ def plain(network: VoteNetwork, points: Tensor) -> Tensor:
         return network(points, "vote_fps")["proposal_raw"]
 
 
-def shares(network: VoteNetwork, points: Tensor, repeats: int) -> dict[str, float]:
-    """Share of processor time per operation, on one thread; the parts of an operation count for it alone."""
-    seconds: dict[str, float] = defaultdict(float)
-    running: list[str] = []
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if running and running[-1] != "gather and pool":
-                return function(*args, **kwargs)  # inside another operation
-            running.append(name)
-            start = time.process_time()
-            result = function(*args, **kwargs)
-            took = time.process_time() - start
-            running.pop()
-            seconds[name] += took
-            if running:
-                seconds[running[-1]] -= took
-            return result
-
-        return call
-
-    with (
-        mock.patch.object(
-            votenet_network, "furthest_point_sample", timed("sampling", votenet_network.furthest_point_sample)
-        ),
-        mock.patch.object(pointnet2, "ball_query", timed("ball query", pointnet2.ball_query)),
-        mock.patch.object(pointnet2, "three_nn", timed("three nearest", pointnet2.three_nn)),
-        mock.patch.object(pointnet2, "three_interpolate", timed("interpolation", pointnet2.three_interpolate)),
-        mock.patch.object(SetAbstraction, "forward", timed("gather and pool", SetAbstraction.forward)),
-        mock.patch.object(torch, "addmm", timed("matrix", torch.addmm)),
-        mock.patch.object(Tensor, "addmm_", timed("matrix", Tensor.addmm_)),
-    ):
-        start = time.process_time()
-        for _ in range(repeats):
-            network(points, "vote_fps")
-        total = time.process_time() - start
-    named = {name: spent / total for name, spent in seconds.items()}
-    return named | {"other": 1 - sum(named.values())}
-
-
 def main() -> None:
     options = harness.options(__doc__, ("--scan", {"help": "a float32 x y z r g b file in place of the made-up room"}))
     points = room(40_000)
@@ -138,7 +100,8 @@ def main() -> None:
         {"ours": lambda: network(points, "vote_fps"), "plain": lambda: plain(network, points)},
         repeats=3 if options.quick else 9,
     )
-    parts = shares(network, points, 5 if options.quick else 20)
+    repeats = 5 if options.quick else 20
+    parts = harness.shares(lambda: network(points, "vote_fps"), repeats, OPERATIONS, outer=("gather and pool",))
     torch.set_num_threads(threads)
     parallel = harness.compare({"all threads": lambda: network(points, "vote_fps")}, repeats=9)["all threads"]
     others = {name: share for name, share in parts.items() if name != "matrix"}

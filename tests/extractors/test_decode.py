@@ -10,6 +10,7 @@ import pytest
 from extractors.decode import check_times, open_video, threads
 from extractors.decode_probe import index
 from extractors.errors import DecodeError, EmptyInput, InputError, MissingFile, TruncatedFile, UnsupportedFile
+from tests.sound import write_sound
 
 Make = Callable[..., Path]
 
@@ -164,8 +165,6 @@ def test_truncated_file_with_its_index_first_is_refused(make_video: Make, tmp_pa
 
 
 def test_missing_empty_foreign_and_audio_files_are_refused_by_name(make_video: Make, tmp_path: Path) -> None:
-    import av
-
     with pytest.raises(MissingFile, match="nothing"):
         open_video(tmp_path / "nothing.mp4")
     with pytest.raises(UnsupportedFile, match="not a regular file"):
@@ -177,12 +176,7 @@ def test_missing_empty_foreign_and_audio_files_are_refused_by_name(make_video: M
     garbage.write_bytes(np.random.default_rng(0).bytes(20_000))
     with pytest.raises(UnsupportedFile, match="not a video"):
         open_video(garbage)
-    with av.open(str(audio), "w") as output:
-        sound = output.add_stream("aac", rate=16000)
-        silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        silence.sample_rate = 16000
-        output.mux(sound.encode(silence))
-        output.mux(sound.encode(None))
+    write_sound(audio)
     with pytest.raises(UnsupportedFile, match="no video stream"):
         open_video(audio)
     with pytest.raises(UnsupportedFile, match="stream 1 is no video"):

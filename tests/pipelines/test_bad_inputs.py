@@ -18,6 +18,7 @@ from pipelines.stage import Stage
 from tests.pipelines.fakes import Folder, Hosted, Numbers
 from tests.pipelines.front_door import FrontDoor
 from tests.pipelines.running import Runs, job
+from tests.sound import write_sound
 
 VOTENET = {"weights": "untrained:0", "num_points": 2048, "proposals": 8}
 
@@ -187,17 +188,6 @@ def write_video(path: Path, size: tuple[int, int] = (64, 48), pixels: str = "yuv
             frame.pts, frame.time_base = time, Fraction(1, 30)
             output.mux(video.encode(frame))
         output.mux(video.encode(None))
-
-
-def write_sound(path: Path) -> None:
-    import av
-
-    with av.open(str(path), "w") as output:
-        sound = output.add_stream("aac", rate=16000)
-        silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        silence.sample_rate = 16000
-        output.mux(sound.encode(silence))
-        output.mux(sound.encode(None))
 
 
 def test_clips_of_every_kind_are_decoded_or_named(door: FrontDoor, tmp_path: Path) -> None:
