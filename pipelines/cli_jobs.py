@@ -74,7 +74,8 @@ def find_job(name: str) -> JobSpec:
     from pipelines.jobs import JOBS
 
     if name not in JOBS:
-        raise JobError(f"{unknown('job', name, JOBS)}; or give a YAML file")
+        file = f"did you mean the file {name}.yaml?" if Path(f"{name}.yaml").is_file() else "or give a YAML file"
+        raise JobError(f"{unknown('job', name, JOBS)}; {file}")
     return JOBS[name]
 
 

@@ -106,10 +106,10 @@ class StageSpec(_Part):
     """A stage: `extractor` is a name of EXTRACTORS or a class; the rest as in `pipelines.stage.Stage`."""
 
     extractor: str | type | None = None
-    of: tuple[str, ...] = ()
+    of: Annotated[tuple[str, ...], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = ()
     batch: _Count = None
     workers: _Count = None
-    gpus: Annotated[Annotated[float, Field(ge=0)] | None, BeforeValidator(no_switch)] = None
+    gpus: Annotated[Annotated[float, Field(ge=0, le=1)] | None, BeforeValidator(no_switch)] = None
 
 
 class TableSpec(_Part):
@@ -121,7 +121,7 @@ class TableSpec(_Part):
 class JobSpec(BaseModel):
     """A job before its settings are checked; `build` checks them."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
     name: str
     store: str | None = None
     source: SourceSpec | None = None
@@ -138,11 +138,12 @@ class JobSpec(BaseModel):
                 spec = cls.model_validate(data)
                 break
             except ValidationError as error:
-                faults += _lines(error)
+                faults += [line for line in _lines(error) if line not in faults]
                 for fault in error.errors():
                     _drop(data, fault["loc"])
+                data.setdefault("name", "job")
         else:
-            raise JobError("\n  ".join(faults))
+            raise JobError("\n  ".join(["job:", *faults]))
         spec._faults = faults
         return spec
 
@@ -172,8 +173,6 @@ class JobSpec(BaseModel):
                 continue
             if key in type(part).model_fields and key != "settings":
                 changed = {**part.model_dump(exclude={"settings"}), key: value, **part.settings}
-                if key == "of" and isinstance(value, str):
-                    changed["of"] = tuple(value.split(","))
                 try:
                     new = type(part).model_validate(changed)
                 except ValidationError as error:
@@ -235,6 +234,8 @@ class JobSpec(BaseModel):
             if made is not None and made.name != name:
                 faults.append(f"table {name}: its records are called {made.name}; give it that name")
             tables.append(made)
+        if not (self.stages or self.tables or faults):
+            faults.append("it has no stages and no tables; say under `stages` what runs, as `scan_info: {}`")
         if faults:
             raise JobError(f"job {self.name}:\n  " + "\n  ".join(faults))
         return Job(self.name, source, tuple(stages), tuple(tables))
@@ -356,6 +357,10 @@ def _lines(error: ValidationError) -> list[str]:
         at = ".".join(map(str, [*parents, key]))
         if fault["type"] == "extra_forbidden":
             lines.append(unknown("key", at, JobSpec.model_fields))
+        elif key == "[key]":
+            lines.append(f"{'.'.join(map(str, parents))}: a name is text; put it in quotes")
+        elif fault["type"] == "dict_type":
+            lines.append(f"{at}: expected settings by name, as `scan_info: {{}}`")
         else:
             lines.append(f"{at}: {fault['msg'].removeprefix('Value error, ')}")
     return lines
@@ -368,7 +373,7 @@ def _drop(data: Any, where: Sequence[str | int]) -> None:
         if isinstance(data, dict) and key in data:
             holder, data = data, data[key]
             path.append(key)
-    if len(path) == 2 and path[0] in ("stages", "tables"):
+    if len(path) == 2 and path[0] in ("stages", "tables") and where[-1] != "[key]":
         holder[path[1]] = None  # others may read it
     elif path:
         del holder[path[-1]]

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, ValidationError, create_model
 
 from extractors.base import Weights
+from extractors.errors import WeightsError
 from pipelines.errors import JobError, unknown
 
 
@@ -40,20 +41,33 @@ def instance_of(name: str, find: Any, settings: Mapping[str, Any], faults: list[
             unset.add(key)
             faults.append(f"{name}.{key} is not set: {_wish(hints[key])}, as {name}.{key}={_example(hints[key])}")
     given = {key: value for key, value in settings.items() if key in fields and key not in unset}
+    lost = [f"{name}.{key}: {why}" for key, value in given.items() if (why := _lost(hints[key], value))]
+    faults += lost
     types: dict[str, Any] = {key: (_lenient(hints[key]), ...) for key in given}
     model = create_model("Settings", __config__=ConfigDict(arbitrary_types_allowed=True), **types)
     try:
         checked = model.model_validate(given)
         if not unset:
             made = cls(**{key: getattr(checked, key) for key in given})
-            return None if strange else made
+            return None if strange or lost else made
     except ValidationError as error:
         for fault in error.errors():
             key = ".".join(str(part) for part in fault["loc"][:1])
             faults.append(f"{name}.{key} = {fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}")
     except ValueError as error:
-        faults.append(f"{name}: {error}")
+        faults.append(f"{name}: {str(error).removeprefix(f'{name}: ')}")
     return None
+
+
+def _lost(hint: Any, value: Any) -> str:
+    """Why a setting's checkpoint can't be read, "" for one that is there and for all other settings."""
+    weights = Weights(value) if has_type(hint, Weights) and isinstance(value, str) else value
+    if isinstance(weights, Weights) and weights.seed is None:
+        try:
+            _ = weights.path
+        except WeightsError as error:
+            return str(error)
+    return ""
 
 
 def _lenient(hint: Any) -> Any:
@@ -82,12 +96,18 @@ def _mentions(hint: Any, wanted: type) -> bool:
 
 def _parsed(hint: Any, bare: Any) -> Any:
     if has_type(bare, Weights):
-        return Annotated[hint, BeforeValidator(lambda value: Weights(value) if isinstance(value, str) else value)]
+        return Annotated[hint, BeforeValidator(_weights)]
     if has_type(bare, tuple):
         return Annotated[hint, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
     if has_type(bare, Path):
         return Annotated[hint, BeforeValidator(lambda v: Path(v).expanduser() if isinstance(v, str) else v)]
     return hint
+
+
+def _weights(value: Any) -> Any:
+    if not isinstance(value, str | Weights | None):
+        raise ValueError("expected a checkpoint file, or untrained:0 to run without training")
+    return Weights(value) if isinstance(value, str) else value
 
 
 def has_type(hint: Any, wanted: type) -> bool:

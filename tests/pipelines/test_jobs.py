@@ -95,12 +95,47 @@ def test_a_wrong_setting_names_its_neighbours(write: Callable[[str], Path]) -> N
         ("{objects: 4}", "4", r"expected settings as `key: value`, this is 4"),
         ("more:", "fake:", r"key 'fake' is given twice"),
         ("stages:", "stages: {", r"is not YAML"),
+        ("batch: 3", "gpus: 2", r"stages.more.gpus: .*less than or equal to 1"),
+        ("  fake:", "  2024-01-01:", r"stages.*2024.*: a name is text; put it in quotes"),
+        ("objects: 4", "3: 4", r"stages.fake.settings.3: a name is text; put it in quotes"),
+        (GOOD, "source: {type: folder, root: scans}", r"no stages and no tables"),
+        (
+            GOOD,
+            "source: {type: folder, root: scans}\nstages:",
+            r"stages: expected settings by name",
+        ),
+        (GOOD, "source: {type: folder, root: scans}\nstages: [fake]", r"stages: expected settings by name"),
+        (
+            GOOD,
+            "name: [a]\nsource: {type: folder, root: scans}\nstages: {fake: {}}",
+            r"name: Input should be a valid string",
+        ),
+        (GOOD, "stages: {votenet: {weights: 3}}", r"votenet.weights = 3: expected a checkpoint file, or untrained:0"),
         (GOOD, "- a list", r"expected keys name, source, stages; found list"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said(write: Callable[[str], Path], old: str, new: str, text: str) -> None:
     with pytest.raises(JobError, match=text):
         read_job(write(GOOD.replace(old, new))).build()
+
+
+def test_each_fault_of_a_file_is_said_once(write: Callable[[str], Path]) -> None:
+    with pytest.raises(JobError) as caught:
+        read_job(write("name: [a]\nstages: {2024-01-01: {extractor: fake}, fake: 3}")).build()
+    lines = str(caught.value).splitlines()[1:]
+    assert len(set(lines)) == len(lines) == 3
+
+
+def test_numbers_are_names_too_and_one_input_needs_no_list(write: Callable[[str], Path]) -> None:
+    job = read_job(write(GOOD.replace("of: [fake]", "of: fake").replace("more:", "7:") + "\nname: 12\n")).build()
+    assert (job.name, [stage.name for stage in job.stages], job.stages[1].of) == ("12", ["fake", "7"], ("fake",))
+
+
+def test_every_checkpoint_that_is_not_there_is_named_with_its_setting() -> None:
+    spec = SPEC.override(["network.weights=nosuch.pth", "network.size=x", "fake.objects=x"])
+    with pytest.raises(JobError, match=r"network.weights: no file nosuch.pth") as caught:
+        spec.build()
+    assert "fake.objects = 'x'" in str(caught.value)
 
 
 def test_a_missing_file_is_said(tmp_path: Path) -> None:
