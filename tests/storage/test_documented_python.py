@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/training.md runs as it stands, over a store with the stages that it names."""
+"""The Python of the README, docs/training.md and docs/formats.md runs as it stands, over a store with its stages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ import torch
 from storage.schema import Column, Record, Schema
 from tests.storage.small_store import fill
 
-PROPOSALS = Schema({"feature": Column((128,), "float16"), "center": Column((3,)), "mask": Column((), "bool")}, "object")
+FLAG = Column((), "bool")
+PROPOSALS = Schema({"feature": Column((128,)), "center": Column((3,)), "mask": FLAG, "nms_keep": FLAG}, "object")
 GRID = Schema({"grid": Column((49, 512), "float16")})
 QUESTIONS = Schema({name: Column((), "string") for name in ("scene_id", "question", "answer")})
 
 
 def proposals(count: int) -> Record:
     return {
-        "feature": np.zeros((count, 128), np.float16),
+        "feature": np.random.default_rng(count).random((count, 128), np.float32),
         "center": np.zeros((count, 3), np.float32),
         "mask": np.ones(count, bool),
+        "nms_keep": np.ones(count, bool),
     }
 
 
@@ -80,3 +82,19 @@ def test_the_training_guide_trains_and_resumes(root: Path) -> None:
     assert Path("run7.lock.json").is_file()
     assert names["split"].keys == ["0", "7"]
     assert names["stream"].epoch == 1  # resumed behind the batch that was saved, the only one
+
+
+def test_other_tools_read_shards_as_the_page_on_formats_says(root: Path) -> None:
+    pytest.importorskip("duckdb")
+    make_store(Path("store"))
+    (path,) = Path("store/votenet").glob("*.parquet")
+    names: dict[str, Any] = {"path": path}
+    found = blocks(root / "docs" / "formats.md")
+    assert len(found) == 3
+    right = [proposals(5 + i)["feature"] for i in range(3)]
+    exec(compile(found[0], "docs/formats.md, block 0", "exec"), names)
+    np.testing.assert_array_equal(names["feature"], right[0])
+    exec(compile(found[1], "docs/formats.md, block 1", "exec"), names)
+    assert names["files"] == {f"votenet/{path.name}"}
+    exec(compile(found[2], "docs/formats.md, block 2", "exec"), names)
+    np.testing.assert_array_equal(names["feature"], np.concatenate(right))
