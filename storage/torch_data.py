@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -58,12 +59,17 @@ class MapDataset(Dataset[Sample]):
         Raises:
             RecordMissing: `data` lacks one of the keys.
             TypeError: `data` is something else, such as a whole cache.
+            ValueError: one of the stages is called `item`, as the keys are in samples and batches.
         """
         joined = getattr(data, "records", None)  # Join and Lookup
         if joined is None and not hasattr(data, "schema"):
             raise TypeError(
                 f"{type(data).__name__} has no records to read: give those of a stage, such as cache['votenet'], or "
                 "several, cache.join('votenet', 'bev_grid') or a Lookup"
+            )
+        if joined is not None and any(records.stage == "item" for records in joined):
+            raise ValueError(
+                "a stage called 'item' can't be among those of a join: batches keep the keys under that name"
             )
         if isinstance(keys, str):
             raise TypeError(f"keys is the text {keys!r:.60}: give a list of keys")
@@ -157,17 +163,26 @@ class Stream(DataLoader[Batch]):
             rank, world_size = _distributed()
         self.order = Order(
             len(dataset), batch_size, seed=seed, shuffle=shuffle, rank=rank, world_size=world_size, last=last,
-            shards=None if window is None else dataset.data.shards(dataset.keys),  # type: ignore[attr-defined]
-            window=window,
+            shards=None if window is None else _shards(dataset), window=window,
         )  # fmt: skip
         self._resume = 0  # items of the epoch that the next iteration skips
         self._seen = 0  # items of the epoch that all ranks together have been handed
         self._ended = False  # this rank has been handed the last batch of the epoch
         self._identity = ""
         self._iterations = 0  # under way
+        super().__init__(dataset, batch_sampler=self.order, collate_fn=self._named(collate), **loader)
+
+    def _named(self, collate: Callable[[Sequence[Sample]], Batch]) -> Recycled:
+        """The collate function under a name that no other stream has."""
         self._name = uuid.uuid4().hex
         weakref.finalize(self, forget, self._name)
-        super().__init__(dataset, batch_sampler=self.order, collate_fn=Recycled(collate, self._name), **loader)
+        return Recycled(collate, self._name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has workers of its own, whose memory is not that of the original's."""
+        self.__dict__.update(state)
+        self._iterations = 0
+        self.collate_fn = self._named(state["collate_fn"].collate)
 
     @property
     def epoch(self) -> int:
@@ -261,6 +276,12 @@ class Stream(DataLoader[Batch]):
             self._identity = f"{len(self.dataset)} keys, sha256 {hashlib.sha256(keys).hexdigest()[:16]}"
         order = self.order
         return {"items_of": self._identity, "seed": order.seed, "shuffle": order.shuffle, "window": order.window}
+
+
+def _shards(dataset: MapDataset) -> np.ndarray:
+    if not hasattr(dataset.data, "shards"):
+        raise TypeError(f"{type(dataset.data).__name__} does not say what lies together (`shards`): leave out window")
+    return np.asarray(dataset.data.shards(dataset.keys))
 
 
 _INSTEAD = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import itertools
 import json
+import pickle
 import subprocess
 import sys
 import warnings
@@ -262,6 +264,20 @@ def test_buffers_are_used_again_and_forgotten(url):
     assert ended._name not in recycle._held
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda stream: pickle.loads(pickle.dumps(stream))])
+def test_a_copy_of_a_stream_goes_on_when_the_original_ends(url, copied):
+    original = Stream(storage.open(url)["objects"].select("feature"), 2, seed=4, num_workers=1)
+    original.set_epoch(1)
+    twin = copied(original)
+    batches = iter(twin)
+    first = [next(batches)["item"] for _ in range(8)]
+    whole = seen(original)
+    del original
+    gc.collect()
+    assert first + seen(batches) == whole
+    assert twin.epoch == 2
+
+
 def test_a_collate_of_ones_own_may_change_the_batch(url):
     records = storage.open(url)["objects"].select("feature")
     for own in (with_sum, copied):
@@ -418,6 +434,24 @@ def test_a_dataset_of_ones_own_changes_samples(url, workers):
 def test_storage_itself_does_not_import_torch():
     code = "import sys, storage, storage.lookup, storage.order; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class Renamed(dict):
+    """Records of a stage."""
+
+    schema, stage = GRID, "item"
+
+
+def test_a_stage_called_item_is_refused_in_a_join():
+    data = {"scene00": {"item": {"grid": np.zeros((2, 3), np.float32)}}}
+    join = type("Joined", (dict,), {"records": [Renamed()]})(data)
+    with pytest.raises(ValueError, match="'item' can't be among"):
+        MapDataset(join)
+
+
+def test_a_window_over_what_has_no_shards_is_refused():
+    with pytest.raises(TypeError, match="Renamed does not say what lies together"):
+        Stream(Renamed(a={"grid": np.zeros((2, 3), np.float32)}), 1, window=5)
 
 
 @pytest.mark.parametrize("what", ["cache", "dict"])
