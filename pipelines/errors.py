@@ -6,6 +6,10 @@ import difflib
 from collections.abc import Iterable
 
 
+class RunnerError(RuntimeError):
+    """A runner can't work on: its cluster is out of reach, busy or gone."""
+
+
 class JobError(ValueError):
     """A job, an option or an override can't be used as given; the text says what is expected."""
 

@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.errors import RunnerError
 from pipelines.extraction import Failure, failure
 from pipelines.plan import Decision, Plan, StagePlan
 from pipelines.progress import Progress
@@ -165,7 +166,7 @@ class _Execution:
                 for report in self.runner.close(flush=finished):
                     self._take(report)
                 self._commit()
-        except CacheError as error:  # the store can't be written: nothing more can be done
+        except (CacheError, RunnerError) as error:  # the store can't be written, or no worker had: nothing can be done
             self.error = str(error)
 
     def _work_off(self) -> None:

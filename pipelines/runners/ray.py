@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipelines.errors import RunnerError
 from pipelines.extraction import Failure, Prepared
 from pipelines.runners.ray_session import import_ray, start_ray
 from pipelines.worker import Report, StageTask, StageWorker, Work, device_for, failed_row, new_row
@@ -31,6 +32,7 @@ from storage.manifest import Row
 
 _CALL_S = 0.5  # a call should take about so long: long against its cost, short against the run
 _CALLS_AHEAD = 2  # calls an actor has at most: the one it works on and the next
+_LONG_S = 5.0  # no next one beside a call that takes longer: the end of a run would wait for both
 _PREPARED_AHEAD = 4  # prepared calls that may wait for a GPU slot; bounds the object store
 _START_S = 300.0  # an actor that is not up by then is on a node that is not coming back
 _CAUSE_LENGTH = 400  # of what is kept of a death's cause
@@ -124,6 +126,12 @@ class _Lane:
         fair = -(-len(self.stage.queue) // (2 * max(slots, 1)))
         return max(min(items, fair) // batch * batch, batch)
 
+    @property
+    def calls_ahead(self) -> int:
+        """Calls that an actor may have; one until it is known how long they take."""
+        each = self.per_item_s * (self.stage.task.stage.batch or 1)
+        return _CALLS_AHEAD if 0 < each < _LONG_S else 1
+
     def learn(self, seconds: float, items: int) -> None:
         if items:
             each = max(seconds / items, 1e-6)
@@ -184,7 +192,7 @@ class RayRunner:
         bundles = [gpu_bundle] * gpus * per_gpu + [{"CPU": 1.0}] * count
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(timeout_seconds=120):
-            raise RuntimeError(
+            raise RunnerError(
                 f"Ray could not reserve {count} CPUs and {gpus} GPUs within 2 minutes (free: {free}): "
                 f"other jobs hold them; wait, or run with fewer --workers"
             )
@@ -264,7 +272,7 @@ class RayRunner:
     def _next(self, slot: _Slot) -> _Actor | None:
         """The actor of a slot that gets the next call; None where it is supplied or nothing waits."""
         busy = slot.busy()
-        if busy is not None and (not busy.up or len(busy.calls) >= _CALLS_AHEAD):
+        if busy is not None and (not busy.up or len(busy.calls) >= busy.lane.calls_ahead):
             return None
         # A suspect has its actor to itself, before and behind: an actor that dies at once in the next call can take the
         # answer of the one before with it, and that one would be blamed.
@@ -434,7 +442,7 @@ class RayRunner:
         """Do without a slot on which no actor comes up."""
         self._slots.remove(actor.slot)
         if not any(slot.gpu == actor.slot.gpu for slot in self._slots):
-            raise RuntimeError(f"no worker came up within {_START_S:g} s; see `ray status` and the logs of the cluster")
+            raise RunnerError(f"no worker came up within {_START_S:g} s; see `ray status` and the logs of the cluster")
 
 
 def _gpus(task: StageTask) -> float:

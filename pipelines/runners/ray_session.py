@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from extractors.errors import MissingPackage
+from pipelines.errors import RunnerError
+
+_CONNECT_S = 10.0  # for a cluster's port to answer
 
 
 def start_ray(workers: int | None = None, address: str | None = None, **init: Any) -> None:
@@ -21,11 +26,22 @@ def start_ray(workers: int | None = None, address: str | None = None, **init: An
         workers: CPUs of a Ray on this machine, all by default.
         address: of a cluster, None for a Ray on this machine.
         init: further arguments of `ray.init`.
+
+    Raises:
+        RunnerError: the cluster is out of reach.
     """
     ray = import_ray()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if address:
-        ray.init(address=address, **quiet)
+        try:
+            if place := re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", address):  # Ray itself would try for minutes
+                socket.create_connection((place[1], int(place[2])), _CONNECT_S).close()
+            ray.init(address=address, **quiet)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise RunnerError(
+                f"can't reach the Ray cluster {address}: {str(error).splitlines()[0]}. "
+                f"Give `auto` on a node of it, host:6379 of its head node, or ray://host:10001"
+            ) from error
         return
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # it listens on this machine alone
     cpus = workers or len(os.sched_getaffinity(0))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import tempfile
 
 import pytest
 
+from extractors.base import recipe
 from pipelines.stage import Stage
+from pipelines.worker import Report, StageTask, Work
+from storage.fingerprint import recipe_id
 from tests.contracts.runner import RunnerContract
 from tests.pipelines.fakes import Both, Folder, Hosted, NoWeights, Numbers, OnGpu, Questions, Sums
 from tests.pipelines.running import Runs, counts, job
@@ -144,6 +149,38 @@ def test_wrong_weights_stop_their_stage_alone(runner, source, tmp_path):
     assert counts(summary, "numbers") == {"failed": 40}
     assert counts(summary, "others") == {"made": 37, "failed": 3}
     assert "stopped: WeightsError: votes.pt: no key" in summary.text()
+
+
+def test_end_of_a_run_waits_for_one_long_call_of_each_worker(runner, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.runners.ray._LONG_S", 0.5)
+    source = Folder.make(tmp_path / "raw", {f"{i}": "slow:1" for i in range(6)})
+    stage = Stage(Numbers(), batch=1)
+    task = StageTask(stage, source, str(tmp_path / "store"), recipe_id(recipe(stage.extractor)), run="test")
+    one = runner(workers=1)
+    one.start([task])
+    one.put("numbers", [Work(f"{i}", bytes(16), bytes(16)) for i in range(6)])
+    reports: list[Report] = []
+    while not sum(report.made for report in reports):
+        reports += one.poll(1.0)
+    reports += one.close(flush=True)
+    assert sum(len(report.rows) for report in reports) == sum(report.made for report in reports) == 2
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_cluster_out_of_reach_ends_the_run_with_a_line(source, tmp_path, address):
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom pipelines.runners.ray import RayRunner\n"
+        "from pipelines.stage import Stage\nfrom tests.pipelines.fakes import Folder, Numbers\n"
+        "from tests.pipelines.running import Runs, job\n"
+        "numbers = job(Folder(Path(sys.argv[2])), Stage(Numbers()))\n"
+        "summary = Runs(Path(sys.argv[1]))(numbers, RayRunner(address=sys.argv[3]))\n"
+        "print(summary.text())\nsys.exit(summary.exit_code)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(source.root), address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    assert f"The run stopped: can't reach the Ray cluster {address}: " in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 def test_stages_run_at_the_same_time_and_change_places_within_the_cpus(runner, tmp_path):
