@@ -313,16 +313,15 @@ class Records(Mapping[str, Record]):
         return record
 
     def _find(self, key: str) -> Record:
-        """`__getitem__` before the index is laid out, and for what is not in it."""
-        if self._position or not (self._stage.indexed or self._stage.many_lookups()):
-            return self._read(self._stage.readable(key))
-        index = self._stage.index
-        if key not in index.position:
-            return self._read(self._stage.readable(key))
-        with self._stage.lock:
+        """`__getitem__` before the places are laid out, and for what has none."""
+        stage = self._stage
+        if self._position or not (stage.indexed or stage.many_lookups()) or key not in stage.index.position:
+            return self._read(stage.readable(key))
+        index = stage.index
+        with stage.lock:
             if not self._position:
                 number = index.spans[3 * index.position[key]]
-                self._shards[number] = shard = self._stage.open(index.shards[number])
+                self._shards[number] = shard = stage.open(index.shards[number])
                 self._width = 2 + len(self._names or shard.columns)
                 self._places = array("i", bytes(4 * self._width * len(index.position)))
                 self._columns = [[] for _ in range(1 + len(index.shards))]
