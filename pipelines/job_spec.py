@@ -144,6 +144,8 @@ class JobSpec(BaseModel):
                 data.setdefault("name", "job")
         else:
             raise JobError("\n  ".join(["job:", *faults]))
+        if not (spec.stages or spec.tables or faults):
+            faults.append("it has no stages and no tables; say under `stages` what runs, as `scan_info: {}`")
         spec._faults = faults
         return spec
 
@@ -234,8 +236,6 @@ class JobSpec(BaseModel):
             if made is not None and made.name != name:
                 faults.append(f"table {name}: its records are called {made.name}; give it that name")
             tables.append(made)
-        if not (self.stages or self.tables or faults):
-            faults.append("it has no stages and no tables; say under `stages` what runs, as `scan_info: {}`")
         if faults:
             raise JobError(f"job {self.name}:\n  " + "\n  ".join(faults))
         return Job(self.name, source, tuple(stages), tuple(tables))
