@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,14 +48,19 @@ class Sample(dict[str, Any]):
 
 
 def collate_padded(
-    samples: Sequence[Sample], max_elements: int | None = None, dtype: torch.dtype | None = None
+    samples: Sequence[Sample],
+    max_elements: int | Mapping[str, int] | None = None,
+    dtype: torch.dtype | None = None,
+    fixed: bool = False,
 ) -> Batch:
     """Batch samples; the element axis is filled with zeros up to the longest record of the batch.
 
     Args:
         samples: what `MapDataset` gives.
-        max_elements: elements kept of each record, the first ones as stored; None keeps all.
+        max_elements: elements kept of each record, the first ones as stored; None keeps all. Where stages with
+            different elements are read together, {"object": 80, "frame": 16}; those not named are kept.
         dtype: torch dtype for the floating-point columns; None keeps what is stored.
+        fixed: fill up to `max_elements`, so that all batches have the same shape.
 
     Returns:
         `item`: list of keys. With an element axis, columns of shape (batch, element, *dims) and
@@ -66,12 +71,13 @@ def collate_padded(
     Raises:
         SchemaError: a column has the name that the mask needs, or was changed to a dtype or dims that its schema does
             not say.
+        ValueError: `fixed` without a number of elements to fill up to.
     """
-    return _collate(samples, max_elements, dtype, padded=True)
+    return _collate(samples, max_elements, dtype, "fixed" if fixed else "longest")
 
 
 def collate_ragged(
-    samples: Sequence[Sample], max_elements: int | None = None, dtype: torch.dtype | None = None
+    samples: Sequence[Sample], max_elements: int | Mapping[str, int] | None = None, dtype: torch.dtype | None = None
 ) -> Batch:
     """Batch samples without padding: the elements of all records laid end to end.
 
@@ -82,7 +88,7 @@ def collate_ragged(
         As `collate_padded`, but columns with an element axis have shape (sum of elements, *dims), and
         `<element>_offsets`, (batch + 1,) int64, says that item i has elements offsets[i] : offsets[i + 1].
     """
-    return _collate(samples, max_elements, dtype, padded=False)
+    return _collate(samples, max_elements, dtype, None)
 
 
 class _Planned(NamedTuple):
@@ -106,8 +112,13 @@ class _Planned(NamedTuple):
             out.copy_(native)
 
 
-def _collate(samples: Sequence[Sample], max_elements: int | None, dtype: torch.dtype | None, padded: bool) -> Batch:
-    if max_elements is not None and max_elements < 1:
+_Limit = int | Mapping[str, int] | None
+_Padding = Literal["fixed", "longest"] | None
+
+
+def _collate(samples: Sequence[Sample], max_elements: _Limit, dtype: torch.dtype | None, padding: _Padding) -> Batch:
+    limits = max_elements.values() if isinstance(max_elements, Mapping) else [max_elements]
+    if any(limit is not None and limit < 1 for limit in limits):
         raise ValueError(f"max_elements is {max_elements}, expected at least 1, or None for all")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype is {dtype!r}, expected a floating-point one of torch, such as torch.float32")
@@ -121,11 +132,11 @@ def _collate(samples: Sequence[Sample], max_elements: int | None, dtype: torch.d
     items = [sample["item"] for sample in samples]
     batch: Batch = {"item": items}
     if isinstance(schema, Schema):
-        batch |= _columns(items, samples, schema, max_elements, dtype, padded)
+        batch |= _columns(items, samples, schema, max_elements, dtype, padding)
     else:
         for stage, of_stage in schema.items():
             records = [sample[stage] for sample in samples]
-            batch[stage] = _columns(items, records, of_stage, max_elements, dtype, padded)
+            batch[stage] = _columns(items, records, of_stage, max_elements, dtype, padding)
             present = np.array([record is not None for record in records])
             _add(batch[stage], "present", present)
     return _in_one_piece(batch)
@@ -135,18 +146,23 @@ def _columns(
     items: Sequence[str],
     records: Sequence[Mapping[str, Any] | None],
     schema: Schema,
-    max_elements: int | None,
+    max_elements: _Limit,
     dtype: torch.dtype | None,
-    padded: bool,
+    padding: _Padding,
 ) -> Batch:
     """The columns of one stage; an absent record counts as one without elements, or as zeros."""
     batch: Batch = {}
-    stored_counts = counts = None
+    stored_counts = counts = length = None
     if schema.element:
         name = next(iter(schema.columns))
         stored_counts = counts = [0 if record is None else len(record[name]) for record in records]
-        if max_elements is not None:
-            counts = [min(count, max_elements) for count in counts]
+        limit = max_elements.get(schema.element) if isinstance(max_elements, Mapping) else max_elements
+        if limit is not None:
+            counts = [min(count, limit) for count in counts]
+        if padding == "fixed" and limit is None:
+            raise ValueError(f"fixed=True needs max_elements, here for elements called {schema.element!r}")
+        if padding is not None:
+            length = limit if padding == "fixed" else max(counts)
     for name, column in schema.columns.items():
         arrays = _arrays(items, records, name, column, stored_counts)
         if column.numpy.hasobject:
@@ -154,10 +170,10 @@ def _columns(
             continue
         stored = torch.from_numpy(np.empty(0, column.numpy)).dtype
         wanted = dtype if dtype is not None and stored.is_floating_point else stored
-        shape, fill = _gather(arrays, counts, column, padded)
+        shape, fill = _gather(arrays, counts, column, length)
         batch[name] = _Planned(shape, stored, wanted, fill)
-    if counts is not None and padded:
-        _add(batch, f"{schema.element}_mask", np.arange(max(counts)) < np.array(counts)[:, None])
+    if counts is not None and length is not None:
+        _add(batch, f"{schema.element}_mask", np.arange(length) < np.array(counts)[:, None])
     elif counts is not None:
         _add(batch, f"{schema.element}_offsets", np.cumsum([0, *counts]))
     return batch
@@ -200,9 +216,9 @@ def _add(batch: Batch, name: str, values: np.ndarray) -> None:
 
 
 def _gather(
-    arrays: Sequence[np.ndarray | None], counts: list[int] | None, column: Column, padded: bool
+    arrays: Sequence[np.ndarray | None], counts: list[int] | None, column: Column, length: int | None
 ) -> tuple[tuple[int, ...], Callable[[np.ndarray], None]]:
-    """Shape of a column in the batch, and what writes it there."""
+    """Shape of a column in the batch, padded to a length or laid end to end, and what writes it there."""
     dims = tuple(size for size in column.dims if size is not None)
     if counts is None:
 
@@ -212,7 +228,7 @@ def _gather(
 
         return (len(arrays), *dims), stack
 
-    if padded:
+    if length is not None:
 
         def pad(out: np.ndarray) -> None:
             for row, array, count in zip(out, arrays, counts, strict=True):
@@ -220,7 +236,7 @@ def _gather(
                     row[:count] = array[:count]
                 row[count:] = 0
 
-        return (len(arrays), max(counts), *dims), pad
+        return (len(arrays), length, *dims), pad
 
     def lay_end_to_end(out: np.ndarray) -> None:
         if parts := [array[:count] for array, count in zip(arrays, counts, strict=True) if array is not None]:

@@ -94,6 +94,8 @@ def look(url: str, version: int | None) -> Snapshot:
         raise StoreNotFound(f"no store at {url.removesuffix('/manifest')}, so no snapshot {version}") from None
     except DeltaError as error:
         what = "the newest snapshot" if version is None else f"snapshot {version}"
+        if version is not None and (newest := look(url, None).version) < version:
+            raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: the newest is {newest}") from error
         raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: {plain(error)}") from error
     if version == EMPTY:
         raise StoreNotFound(f"{url.removesuffix('/manifest')} has no snapshot {version}: the first is 0")

@@ -287,6 +287,7 @@ def _shards(dataset: MapDataset) -> np.ndarray:
 _INSTEAD = {
     "collate_fn": "give collate=",
     "drop_last": "give last='drop', 'keep' or 'pad'",
+    "in_order": "batches come in order, or a position would not say which are done",
     "keys": "give Stream(MapDataset(data, keys), ...)",
     "sampler": "DataLoader(MapDataset(data), ..., collate_fn=collate_padded) takes one",
     "batch_sampler": "DataLoader(MapDataset(data), ..., collate_fn=collate_padded) takes one",

@@ -156,6 +156,37 @@ def test_a_column_named_like_an_addition_is_an_error(name):
         collate([Sample({"item": "x", name: np.zeros(1, bool)}, schema)])
 
 
+@given(samples=sample_lists(), limit=st.sampled_from([1, 2, 9]))
+def test_fixed_batches_have_one_shape_and_the_same_values(samples, limit):
+    longest = collate_padded(samples, max_elements=limit)
+    fixed = collate_padded(samples, max_elements=limit, fixed=True)
+    assert list(fixed) == list(longest)
+    for name, values in fixed.items():
+        if torch.is_tensor(values):
+            length = longest[name].shape[1]
+            assert values.shape[:2] == (len(samples), limit)
+            assert torch.equal(values[:, :length], longest[name])
+            assert not values[:, length:].any()
+        else:
+            assert values == longest[name]
+
+
+def test_each_kind_of_element_may_have_a_limit_of_its_own():
+    schemas = {name: Schema({"a": Column()}, element=name) for name in ("object", "frame", "view")}
+    record = {"a": np.ones(5, np.float32)}
+    sample = Sample({"item": "x", "object": record, "frame": record, "view": None}, schemas)
+    batch = collate_padded([sample], max_elements={"object": 2, "view": 3})
+    assert [batch[name]["a"].sum().item() for name in schemas] == [2, 5, 0]
+    ragged = collate_ragged([sample], max_elements={"object": 2, "view": 3})
+    assert [ragged[name][f"{name}_offsets"].tolist() for name in schemas] == [[0, 2], [0, 5], [0, 0]]
+    batch = collate_padded([sample], max_elements={"object": 2, "frame": 7, "view": 3}, fixed=True)
+    assert [tuple(batch[name][f"{name}_mask"].shape) for name in schemas] == [(1, 2), (1, 7), (1, 3)]
+    with pytest.raises(ValueError, match="fixed=True needs max_elements, here for elements called 'frame'"):
+        collate_padded([sample], max_elements={"object": 2, "view": 3}, fixed=True)
+    with pytest.raises(ValueError, match="at least 1"):
+        collate_padded([sample], max_elements={"object": 0})
+
+
 def test_max_elements_below_one_is_an_error():
     schema = Schema({"a": Column()}, element="object")
     with pytest.raises(ValueError, match="max_elements is 0"):

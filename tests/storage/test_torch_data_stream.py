@@ -392,9 +392,9 @@ def test_ranks_that_would_wait_for_ever_are_warned(url, monkeypatch, last, batch
     assert all("some ranks have a batch less" in str(one.message) and one.filename == __file__ for one in caught)
 
 
-@pytest.mark.parametrize("name", ["collate_fn", "drop_last", "sampler", "batch_sampler", "keys"])
+@pytest.mark.parametrize("name", ["collate_fn", "drop_last", "sampler", "batch_sampler", "keys", "in_order"])
 def test_what_a_dataloader_takes_and_a_stream_does_not_is_answered_with_what_to_give(url, name):
-    with pytest.raises(TypeError, match=f"Stream takes no {name}: .*(give |DataLoader)"):
+    with pytest.raises(TypeError, match=f"Stream takes no {name}: .*(give |DataLoader|position)"):
         Stream(storage.open(url)["objects"], 4, **{name: None})
 
 
