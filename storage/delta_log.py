@@ -94,9 +94,10 @@ def look(url: str, version: int | None) -> Snapshot:
         raise StoreNotFound(f"no store at {url.removesuffix('/manifest')}, so no snapshot {version}") from None
     except DeltaError as error:
         what = "the newest snapshot" if version is None else f"snapshot {version}"
+        why = plain(error)
         if version is not None and (newest := look(url, None).version) < version:
-            raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: the newest is {newest}") from error
-        raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: {plain(error)}") from error
+            why = f"the newest is {newest}"
+        raise StoreNotFound(f"{url.removesuffix('/manifest')}: can't open {what}: {why}") from error
     if version == EMPTY:
         raise StoreNotFound(f"{url.removesuffix('/manifest')} has no snapshot {version}: the first is 0")
     listed = pa.table(table.get_add_actions(flatten=True))
