@@ -240,11 +240,11 @@ def _exit_code(error: Exception) -> int:
     """2 for what was asked for wrongly, 1 for what this machine can't do, 0 for a fault of ours."""
     from extractors.errors import InputError, MissingPackage, WeightsError
     from pipelines.errors import JobError
-    from storage.errors import RecordMissing, StoreNotFound, StoreUnwritable
+    from storage.errors import CorruptShard, RecordMissing, StoreNotFound, StoreUnwritable
 
     if isinstance(error, JobError | InputError | WeightsError | StoreNotFound | RecordMissing):
         return 2
-    if isinstance(error, MissingPackage | StoreUnwritable):
+    if isinstance(error, MissingPackage | StoreUnwritable | CorruptShard):
         return 1
     if isinstance(error, OSError) and error.filename:  # a folder of the user's: full, shut, or a file; its text says so
         return 1

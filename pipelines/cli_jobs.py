@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ def prepare(
     spec = find_job(name).override(overrides or ())
     url = store or spec.store or "store"
     job = spec.only(stages or ()).build()
+    if not (job.stages or job.tables):
+        raise JobError(f"job {job.name} has no stages and no tables: say under `stages` what runs, `scan_info: {{}}`")
     options = Options(retry_failed, frozenset(force or ()), frozenset(stages or ()), frozenset(items or ()))
     with reaching(url):
         manifest = Manifest(url)
@@ -153,6 +156,8 @@ def run(ready: Ready, runner: str, address: str | None, workers: int | None, max
         chosen = LocalRunner()
     summary = execute(ready.job, ready.plan, ready.store, chosen, max_failure_rate=max_failure_rate)
     print(summary.text())
+    if summary.exit_code == 3:
+        print(f"`scenecache failures --store {shlex.quote(ready.store)}` lists what has no record, and why.")
     try:
         run_log.save(ready.store, ready.plan, summary)
     except StoreUnwritable:

@@ -144,8 +144,6 @@ class JobSpec(BaseModel):
                 data.setdefault("name", "job")
         else:
             raise JobError("\n  ".join(["job:", *faults]))
-        if not (spec.stages or spec.tables or faults):
-            faults.append("it has no stages and no tables; say under `stages` what runs, as `scan_info: {}`")
         spec._faults = faults
         return spec
 

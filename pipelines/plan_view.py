@@ -57,7 +57,9 @@ def items_table(plan: Plan) -> Table:
     """One line per stage and item."""
     from rich.table import Table
 
-    table = Table("stage", "item", "action", "reason")
+    table = Table()
+    for name in ("stage", "item", "action", "reason"):
+        table.add_column(name, overflow="fold")
     for stage in plan.stages:
         for row in stage.table.select(["item", "action", "reason"]).to_pylist():
             action = f"[{_STYLES[row['action']]}]{row['action']}[/]"

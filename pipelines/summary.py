@@ -9,6 +9,8 @@ from pipelines.progress import span
 
 REMEMBERED = ("WeightsError",)  # of what stops a stage: recorded for its items, since new weights are a new recipe
 
+_KINDS = 5  # of errors that the text gives an example of
+
 
 @dataclass
 class StageResult:
@@ -71,7 +73,11 @@ class Summary:
             if s.made and s.wall_s:
                 line += f" in {span(s.wall_s)} ({s.made / s.wall_s:.3g}/s, {s.work_s / s.made:.3g} s of work each)"
             lines.append(line)
-            lines += [f"    {n} x {kind}, such as {s.examples[kind]}" for kind, n in s.errors.most_common(5)]
+            for kind, n in s.errors.most_common(_KINDS):
+                told = s.stopped.startswith(kind)
+                lines.append(f"    {n} x {kind}" + ("" if told else f", such as {s.examples[kind]}"))
+            if others := sum(s.errors.values()) - sum(n for _, n in s.errors.most_common(_KINDS)):
+                lines.append(f"    {others} x others")
             if s.stopped:
                 lines.append(f"    stopped: {s.stopped}")
         if self.error:

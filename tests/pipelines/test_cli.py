@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -40,9 +41,19 @@ def test_a_run_prints_its_plan_and_ends_with_3_for_a_failure(call: Call) -> None
     assert code == 3
     assert out.index("compute") < out.index("snapshot")
     assert "fake c: UnsupportedFile" in err
+    (command_line,) = re.findall("`(scenecache failures .*)`", out)
+    assert "UnsupportedFile" in call(*shlex.split(command_line)[1:])[1]
     code, out, _ = call("run", "rooms.yaml")
     assert code == 3
     assert "--retry-failed" in out
+
+
+def test_a_long_key_is_listed_whole(call: Call, folder: Path) -> None:
+    key = "long/" * 30 + "k" * 150
+    (folder / "scans" / key).parent.mkdir(parents=True)
+    (folder / "scans" / f"{key}.ply").write_text(PLY.format(z=1))
+    lines = call("plan", "rooms.yaml", "--list")[1].splitlines()
+    assert key in "".join(line.split("│")[2].strip() for line in lines if line.startswith("│"))
 
 
 def test_a_run_without_failures_ends_with_0(call: Call, folder: Path) -> None:
@@ -104,6 +115,22 @@ def test_a_missing_shard_is_named_and_made_again(call: Call, folder: Path) -> No
     np.testing.assert_array_equal(storage.open("store")["fake"]["a"]["feature"], before)
 
 
+@pytest.mark.parametrize("size", [None, 100])
+def test_a_damaged_shard_is_a_line_wherever_it_is_read(call: Call, folder: Path, size: int | None) -> None:
+    call("run", "rooms.yaml")
+    for shard in (folder / "store" / "fake").iterdir():
+        shard.unlink() if size is None else os.truncate(shard, size)
+    for argv in (["show", "fake", "a"], ["export", "fake", "out"]):
+        code, _, err = call(*argv)
+        assert code == 1
+        assert "`scenecache verify` lists its items" in err
+        assert "Traceback" not in err
+    assert call("verify")[0] == 3
+    out = call("failures")[1]
+    assert "CorruptShard" in out
+    assert "the next run computes it again" in out
+
+
 def test_a_changed_byte_is_found_by_deep_verify_and_made_again(call: Call, folder: Path) -> None:
     call("run", "rooms.yaml")
     assert call("verify", "--deep")[0] == 0
@@ -154,8 +181,10 @@ def test_reading_verbs_give_text_and_one_json_object(call: Call) -> None:
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
-        (["plan", "rooms"], "unknown job 'rooms'"),
+        (["plan", "rooms"], "did you mean the file rooms.yaml?"),
+        (["plan", "room"], "unknown job 'room'; known: sqa3d, nuscenes-qa; or give a YAML file"),
         (["plan", "none.yaml"], "can't read the job none.yaml"),
+        (["plan", "empty.yaml"], "job empty has no stages and no tables"),
         (["plan", "rooms.yaml", "fake.object=3"], "did you mean objects?"),
         (["plan", "rooms.yaml", "source.root=nowhere"], "nowhere: no such folder"),
         (["plan", "rooms.yaml", "--stage", "fak"], "did you mean fake?"),
@@ -188,6 +217,7 @@ def test_what_a_user_can_mend_is_said_without_a_traceback_and_exits_2(
     call: Call, monkeypatch: pytest.MonkeyPatch, argv: list[str], text: str
 ) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # no credentials, and none are asked for on the network
+    Path("empty.yaml").write_text("source: {type: folder, root: scans}\n")
     code, _, err = call(*argv)
     assert code == 2
     assert text in err

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from pipelines.stage import Stage
+from pipelines.summary import StageResult, Summary
 from tests.pipelines.fakes import (
     Both,
     Folder,
@@ -333,6 +335,19 @@ def test_progress_and_summary_count_every_item(runs, source):
     assert "numbers: 11 done, 1 failed, 0 left" in runs.said.getvalue()
     assert "numbers: 11 made, 1 failed" in summary.text()
     assert "1 x InvalidValues, such as item 03: item 03.txt: bad values" in summary.text()
+
+
+def test_summary_counts_the_errors_that_it_gives_no_example_of():
+    errors = Counter({f"Error{i}": 9 - i for i in range(7)})
+    result = StageResult("numbers", failed=42, errors=errors, examples=dict.fromkeys(errors, "item: text"))
+    text = Summary("job", "run", [result], 1.0, 0).text()
+    assert "5 x Error4, such as item: text\n    7 x others" in text
+
+
+def test_cause_that_stopped_a_stage_is_said_once(runs, source):
+    summary = runs(job(source, Stage(NoWeights())))
+    assert runs.said.getvalue().count("no key 'conv.weight'") == summary.text().count("no key 'conv.weight'") == 1
+    assert "12 x WeightsError" in summary.text()
 
 
 def test_odd_item_keys_go_through_every_part(runs, tmp_path):

@@ -98,7 +98,6 @@ def test_a_wrong_setting_names_its_neighbours(write: Callable[[str], Path]) -> N
         ("batch: 3", "gpus: 2", r"stages.more.gpus: .*less than or equal to 1"),
         ("  fake:", "  2024-01-01:", r"stages.*2024.*: a name is text; put it in quotes"),
         ("objects: 4", "3: 4", r"stages.fake.settings.3: a name is text; put it in quotes"),
-        (GOOD, "source: {type: folder, root: scans}", r"no stages and no tables"),
         (
             GOOD,
             "source: {type: folder, root: scans}\nstages:",
