@@ -102,8 +102,8 @@ def run(
 @app.command()
 def draw(
     job: JobName,
-    item: Annotated[str, typer.Argument(help="Sample token.")],
-    out: Annotated[Path, typer.Argument(help="PNG to write.")],
+    item: Annotated[str, typer.Argument(metavar="ITEM", help="Sample token.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="PNG to write.")],
     overrides: Overrides = None,
     store: Store = None,
     stage: Annotated[str | None, typer.Option(help="Also draw the objects that this stage found.")] = None,
@@ -135,7 +135,9 @@ def failures(
 
 
 @app.command()
-def show(stage: StageName, item: Annotated[str, typer.Argument()], store: Store = None, as_json: Json = False) -> None:
+def show(
+    stage: StageName, item: Annotated[str, typer.Argument(metavar="ITEM")], store: Store = None, as_json: Json = False
+) -> None:
     """Show one record: its columns, and how it was made."""
     from pipelines import cli_store
 
@@ -173,7 +175,7 @@ def gc(
 @app.command()
 def export(
     stage: StageName,
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     store: Store = None,
     form: Annotated[
         str, typer.Option("--format", metavar="npz|parquet|hdf5|mp4|png|nuscenes-qa", help="What to write.")
@@ -194,7 +196,9 @@ def export(
 @app.command("make-data")
 def make_data(
     layout: Annotated[str, typer.Argument(metavar="LAYOUT", help="scannet: rooms; nuscenes: a drive.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; what an earlier make left there goes first.")
+    ],
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     scenes: Annotated[int | None, typer.Option(min=1, help="3 rooms or 2 drives, unless you say.")] = None,
     key_frames: Annotated[
