@@ -188,22 +188,19 @@ def _arrays(
 ) -> list[np.ndarray | None]:
     """A column of each record. What would be cut, cast or broadcast on its way into the batch is refused: training
     code may have changed the samples."""
-    arrays: list[np.ndarray | None] = []
-    dtype = column.numpy
-    dims = () if None in column.dims else column.dims
-    for i, record in enumerate(records):
-        if record is None:
-            arrays.append(None)
+    arrays = [None if record is None else record[name] for record in records]
+    dtype, dims = column.numpy, () if None in column.dims else column.dims
+    for i, array in enumerate(arrays):
+        if array is None:
             continue
-        array = np.asarray(record[name])
-        shape = array.shape
-        if array.dtype != dtype or (shape != dims if counts is None else shape[1:] != dims or shape[0] != counts[i]):
-            expected = dims if counts is None else (counts[i], *dims)
+        if type(array) is not np.ndarray:
+            arrays[i] = array = np.asarray(array)
+        shape, expected = array.shape, dims if counts is None else (counts[i], *dims)
+        if shape != expected or (array.dtype is not dtype and array.dtype != dtype):
             raise SchemaError(
                 f"sample {items[i]!r}: '{name}' is {array.dtype} of shape {shape}, its schema says {dtype} {expected}: "
                 "batches go by the schema. Change the batch instead, or give Sample(content, schema)"
             )
-        arrays.append(array)
     return arrays
 
 
