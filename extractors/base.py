@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +13,9 @@ from typing import Any, ClassVar
 
 from extractors.errors import WeightsError
 from storage.schema import Record, Schema
+
+_NO_SETTINGS = {"name", "version", "takes", "device", "batch", "deadline_s", "memory_gb", "recycle_after"}
+_NO_SETTINGS |= {"extractor", "of", "workers", "gpus"}  # keys of a stage in a job
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Extractor:
     @property
     def schema(self) -> Schema:
         """Columns of the records, which may depend on the settings."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no schema: see extractors/fake.py")
 
     def prepare(self, key: str, *inputs: Any) -> Any:
         """Do the part that needs no weights (CPU, per item, seeded from the key).
@@ -115,7 +120,7 @@ class Extractor:
             A callable from a list of prepared inputs, of several items, to their records in
             order. What it gives for an item does not depend on the others in the list.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no load: see extractors/fake.py")
 
 
 def recipe(extractor: Extractor, digest: Callable[[Path], bytes] | None = None) -> dict[str, Any]:
@@ -131,8 +136,54 @@ def recipe(extractor: Extractor, digest: Callable[[Path], bytes] | None = None) 
         if isinstance(value, Weights):
             weights[f.name] = value.identity(digest)
         else:
-            settings[f.name] = list(value) if isinstance(value, tuple) else value
+            settings[f.name] = _plain(value, "float" in str(f.type))
     return {"extractor": extractor.name, "version": extractor.version, "settings": settings, "weights": weights}
+
+
+def _plain(value: Any, real: bool) -> Any:
+    """A setting as JSON has it; a whole number in a field of floats is the float that YAML makes of it."""
+    if isinstance(value, tuple | list):
+        return [_plain(one, real) for one in value]
+    return float(value) if real and type(value) is int else value
+
+
+def check(extractor: Extractor) -> None:
+    """Refuse an extractor that could not run, or with a setting that its recipe could not hold.
+
+    Raises:
+        ValueError: says what is missing, and where it goes.
+    """
+    cls = type(extractor)
+    takes = getattr(extractor, "takes", None)
+    names = [f.name for f in fields(extractor)]
+    faults = []
+    if not isinstance(getattr(extractor, "name", None), str):
+        faults.append("it has no name: ClassVar[str]")
+    if not (isinstance(takes, tuple) and takes and all(isinstance(entry, str) for entry in takes)):
+        faults.append(f"takes is {takes!r}, expected a tuple of texts such as ('scan',)")
+    own = [name for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)]
+    if lost := [name for name in own if name not in names]:
+        faults.append(f"{', '.join(lost)} would not count: put @dataclass(frozen=True, kw_only=True) above the class")
+    if taken := sorted(_NO_SETTINGS.intersection(names)):
+        faults.append(f"{', '.join(taken)} can be no setting: it says how a stage runs; make it a ClassVar")
+    faults += [
+        f"{name} = {value!r} is no setting: expected numbers that are finite, text, None, tuples, lists and dicts of "
+        f"these; a file whose content counts is a Weights"
+        for name in names
+        if not _is_plain(value := getattr(extractor, name))
+    ]
+    if faults:
+        raise ValueError(f"extractor {cls.__module__}.{cls.__qualname__}: {'; '.join(faults)}")
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    if type(value) is float:
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str) or isinstance(value, Weights)
 
 
 def seed_for(key: str, *salt: int | str) -> int:

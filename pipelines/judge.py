@@ -244,7 +244,10 @@ def recipe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     changes = []
     if old["extractor"] != new["extractor"]:
         changes.append(f"extractor {old['extractor']} -> {new['extractor']}")
+    weights = {*old["weights"], *new["weights"]}  # None stands among the settings
     for name in dict.fromkeys([*old["settings"], *new["settings"]]):
+        if name in weights:
+            continue
         before, after = (r["settings"].get(name, "(none)") for r in (old, new))
         if before != after or type(before) is not type(after):
             changes.append(f"{name} {_short(before)} -> {_short(after)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from extractors.base import Extractor
+from extractors.base import check as check_extractor
 from storage.files import check_stage
 from storage.schema import Record, Schema
 
@@ -91,6 +92,7 @@ class Stage:
     gpus: float | None = None
 
     def __post_init__(self) -> None:
+        check_extractor(self.extractor)
         object.__setattr__(self, "name", check_stage(self.name or self.extractor.name))
         object.__setattr__(self, "of", self.of or self.extractor.takes)
         object.__setattr__(self, "batch", self.batch or self.extractor.batch)

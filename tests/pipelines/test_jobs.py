@@ -30,7 +30,6 @@ class Network(Extractor):
     size: int | None = 224
     levels: tuple[int, ...] = (2, 3)
     label: str = ""
-    table: Path | None = None
 
 
 SPEC = JobSpec(
@@ -248,7 +247,7 @@ def test_overrides_take_the_type_of_their_setting() -> None:
     assert network("network.levels=[4]").levels == (4,)
     assert network("network.label=007").label == "007"
     assert network("network.label=a=b").label == "a=b"
-    assert network("network.table=x.csv").table == Path("x.csv")
+    assert SPEC.override(["network.weights=untrained:0", "source.root=~/x"]).build().source == Folder(Path.home() / "x")
 
 
 def test_an_override_can_say_how_a_stage_runs() -> None:

@@ -338,6 +338,12 @@ def test_setting_differences_are_readable(old: dict[str, Any], new: dict[str, An
     assert recipe_change(*recipes) == text
 
 
+def test_weights_that_were_none_are_weights_that_changed_and_no_setting() -> None:
+    old = {"extractor": "e", "version": 1, "settings": {"a": 1, "more": None}, "weights": {}}
+    new = {"extractor": "e", "version": 1, "settings": {"a": 1}, "weights": {"more": "sha256:0"}}
+    assert recipe_change(old, new) == recipe_change(new, old) == "weights changed"
+
+
 def test_an_upstream_that_gives_an_earlier_content_brings_the_earlier_record_back() -> None:
     world = World()
     contents = {256: b"1" * 16, 128: b"2" * 16, 64: b"1" * 16}
