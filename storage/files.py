@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from storage.errors import CacheError, StoreUnwritable
+from storage.errors import CacheError, StoreNotFound, StoreUnwritable
 
 _FLOW_S = 0.02  # between two fsyncs of a file that grows
 TEMPORARY = ".tmp-"
@@ -64,25 +64,32 @@ class Folder:
     Attributes:
         url: as given, without a trailing slash.
         local: the folder as a path, None under a URL such as s3:// or gs://.
+
+    Raises:
+        StoreNotFound: a URL that fsspec can't open: no such protocol, or its package is not installed.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url).removeprefix("file://").rstrip("/") or "/"
         self.local: Path | None = None if "://" in self.url else Path(self.url).absolute()
         self.url = str(self.local or self.url)
-        self._remote: Any = None
+        if self.local is None:
+            try:
+                self.fs  # noqa: B018  # before hours of work, not after
+            except (ImportError, ValueError) as error:
+                raise StoreNotFound(
+                    f"can't use {self.url}: {error}. s3:// needs `pip install scenecache[s3]`, gs:// scenecache[gs]"
+                ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Folder, (self.url,)
 
     @property
     def fs(self) -> Any:
-        """fsspec file system of a remote store."""
-        if self._remote is None:
-            import fsspec
+        """fsspec file system of a remote store, of this process: a forked one can't use its parent's."""
+        import fsspec
 
-            self._remote = fsspec.core.url_to_fs(self.url)[0]
-        return self._remote
+        return fsspec.core.url_to_fs(self.url)[0]
 
     def path(self, name: str) -> str:
         """Full path (or URL) of a file of the store."""

@@ -219,12 +219,11 @@ def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
     if buffer is not None and not (text or bits):
         values = Mapped(buffer, raw, dims, stops, begins)
         return Narrow(values, dtype) if narrow else values
-    fs = file.folder.fs if buffer is None else None
 
     def make(group: int) -> Values:
         begin, end = begins[group], ends[group]
         if buffer is None:
-            return Ranged(fs, path, begin, dtype, dims, starts[group])
+            return Ranged(file.folder, path, begin, dtype, dims, starts[group])
         if text:
             return Text(memoryview(buffer)[begin:end], starts[group], stops[group], _TEXT[column.dtype], path)
         return Bits(np.ndarray(end - begin, np.uint8, buffer, begin), dims, starts[group])

@@ -145,13 +145,15 @@ class Narrow:
 class Ranged:
     """Values of a remote shard, read by byte range; `offset` is where row `first` begins."""
 
-    def __init__(self, fs: Any, path: str, offset: int, dtype: np.dtype, dims: tuple[int, ...], first: int) -> None:
-        self._fs, self._path, self._offset, self._dtype, self._dims = fs, path, offset, dtype, dims
+    def __init__(
+        self, folder: Folder, path: str, offset: int, dtype: np.dtype, dims: tuple[int, ...], first: int
+    ) -> None:
+        self._folder, self._path, self._offset, self._dtype, self._dims = folder, path, offset, dtype, dims
         self._width, self._first = math.prod(dims) * dtype.itemsize, first
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, last = (self._offset + (row - self._first) * self._width for row in (rows.start, rows.stop))
-        data = self._fs.cat_file(self._path, first, last) if last > first else b""
+        data = self._folder.fs.cat_file(self._path, start=first, end=last) if last > first else b""
         return np.frombuffer(data, self._dtype).reshape(-1, *self._dims)
 
 
