@@ -66,7 +66,7 @@ def _stage_status(cache: storage.Cache, name: str) -> dict[str, Any]:
     counts = {group["values"]: group["counts"] for group in pc.value_counts(table["status"]).to_pylist()}
     made = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
     recipes = {id: cache.manifest.recipe(id) for id in pc.unique(made["recipe"]).to_pylist()}
-    weights = {weight for recipe in recipes.values() for weight in recipe["weights"].values()}
+    weights = {weight for recipe in recipes.values() for weight in recipe.get("weights", {}).values()}
     return {
         "stage": name,
         **{status: counts.get(status, 0) for status in ("ok", "empty", "failed", "corrupt")},
@@ -138,8 +138,10 @@ def show(url: str | None, stage: str, item: str, as_json: bool) -> None:
     print(f"{stage} {item}: {row.status}, {row.rows} rows, {size(row.bytes)}, {row.shard or 'no shard'}")
     if row.error_class:
         print(f"{row.error_class}: {row.error_text}")
-    settings = ", ".join(f"{name}={value}" for name, value in {**recipe["settings"], **recipe["weights"]}.items())
-    print(f"{recipe['extractor']} version {recipe['version']}: {settings or 'no settings'}")
+    # Who writes a store without a job may have said less.
+    given = {**recipe.get("settings", {}), **recipe.get("weights", {})}
+    settings = ", ".join(f"{name}={value}" for name, value in given.items())
+    print(f"{recipe.get('extractor', 'recipe')} version {recipe.get('version', '?')}: {settings or 'no settings'}")
     if columns:
         unit = [" ".join(filter(None, [c["unit"], c["frame"] and f"({c['frame']})"])) for c in columns]
         rows = [

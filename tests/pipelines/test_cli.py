@@ -178,6 +178,16 @@ def test_reading_verbs_give_text_and_one_json_object(call: Call) -> None:
     assert "0 files would be removed" in call("gc", "--dry-run")[1]
 
 
+def test_a_stage_that_no_job_made_is_told_as_far_as_its_recipe_says(call: Call, folder: Path) -> None:
+    store = folder / "store"
+    recipe = storage.Manifest(store).save_recipe({"made": "by hand"})
+    writer = storage.ShardWriter(store, "mine", storage.Schema({"x": storage.Column()}))
+    writer.add(storage.Row("mine", "a", b"", b"", recipe, "ok"), {"x": np.array(1, np.float32)})
+    storage.Manifest(store).commit(writer.flush())
+    assert "recipe version ?: no settings" in call("show", "mine", "a")[1]
+    assert call("status")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
