@@ -164,7 +164,9 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
     buffer = map_file(path) if mapped and folder.local is not None else None
 
     def opened() -> Any:
-        return h5py.File(path if folder.local is not None else folder.fs.open(path), "r")
+        if folder.local is None:
+            return h5py.File(folder.fs.open(path), "r")
+        return h5py.File(path, "r", locking=False)  # nobody writes a shard, and not every file system has locks
 
     columns: dict[str, Values] = {}
     with opened() as file:
