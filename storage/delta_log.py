@@ -92,7 +92,7 @@ def look(url: str, version: int | None) -> Snapshot:
         if version in (None, EMPTY):
             return Snapshot(EMPTY, "", ())
         raise StoreNotFound(f"no store at {url.removesuffix('/manifest')}, so no snapshot {version}") from None
-    except DeltaError as error:
+    except (DeltaError, OSError) as error:
         what = "the newest snapshot" if version is None else f"snapshot {version}"
         why = plain(error)
         if version is not None and (newest := look(url, None).version) < version:

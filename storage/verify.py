@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from typing import TypeGuard
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -80,6 +82,8 @@ def verify(url: str | os.PathLike[str], deep: bool = False, mark: bool = True) -
     Raises:
         StoreNotFound: there is no store.
         StoreUnwritable: the marks can't be written.
+        OSError: a shard can't be looked at from here (no permission, too many open files, a server that does not
+            answer), which says nothing about what is in it; nothing was marked.
     """
     manifest = _existing(url)
     files = _shard_files(manifest.folder)
@@ -147,10 +151,19 @@ def _unlike(manifest: Manifest, row: Row) -> str:
         schema = open_shard(manifest.folder, row.shard, row.shard_bytes, row.mapped).schema
         schema.check(record, f"{row.stage} {row.item!r}")
     except CacheError as error:
+        if _elsewhere(error.__cause__):
+            raise error.__cause__ from None
         return str(error)
     if record_digest(record) != row.digest:
         return "its content is not what was written"
     return ""
+
+
+def _elsewhere(cause: BaseException | None) -> TypeGuard[OSError]:
+    """Whether an error is of this machine or process and not of the file."""
+    return isinstance(cause, PermissionError | TimeoutError | ConnectionError) or (
+        isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+    )
 
 
 def _mark(manifest: Manifest, faults: Sequence[tuple[Row, str]]) -> int:

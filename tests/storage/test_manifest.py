@@ -224,6 +224,17 @@ def test_a_snapshot_that_is_no_whole_number_is_refused_by_its_value(tmp_path: Pa
     assert Manifest(tmp_path, np.int64(1)).snapshot == 1  # type: ignore[arg-type]
 
 
+def test_a_log_that_may_not_be_read_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(url: str, version: int | None) -> None:
+        raise OSError(
+            "Kernel error -> LocalFileSystem\n  \x1b[31m->\x1b[0m 0.json\n  Permission denied (os error 13)\n"
+        )
+
+    monkeypatch.setattr("storage.delta_log.open_table", refused)
+    with pytest.raises(StoreNotFound, match=r"can't open the newest snapshot: .*0\.json Permission denied"):
+        Manifest(tmp_path)
+
+
 def test_a_store_without_a_manifest_is_empty_and_nothing_is_made_by_looking(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path / "store")
     assert manifest.snapshot == storage.delta_log.EMPTY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import storage
-from storage import CorruptShard, Manifest, RecordMissing, Schema, StoreNotFound, StoreUnwritable
+from storage import CacheError, CorruptShard, Manifest, RecordMissing, Schema, StoreNotFound, StoreUnwritable
 from storage.verify import gc, verify
 from tests.storage.small_store import OBJECTS, assert_same, fill, objects, row
 
@@ -140,6 +141,25 @@ def test_no_damage_anywhere_in_a_file_is_missed_or_ends_verify(
         for item in given.keys() - bad:
             assert_same(records[item], given[item])
     assert found > 10
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.ETIMEDOUT, errno.EIO])
+def test_what_keeps_this_process_from_a_shard_is_no_fault_of_the_shard(
+    store: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refused(path: str) -> None:
+        raise OSError(code, os.strerror(code), path)
+
+    for format in ("parquet", "hdf5"):
+        monkeypatch.setattr(f"storage.{format}.map_file", refused)
+    before = Manifest(store).snapshot
+    if code == errno.EIO:  # a disk that does not give the bytes back is one
+        assert verify(store, deep=True).marked
+    else:
+        with pytest.raises(OSError, match=os.strerror(code)) as raised:
+            verify(store, deep=True)
+        assert not isinstance(raised.value, CacheError)
+        assert Manifest(store).snapshot == before
 
 
 def test_without_mark_nothing_changes(store: Path) -> None:
