@@ -7,6 +7,10 @@ Exit codes: 0 done, 1 crash, 2 usage, 3 done with failures, 130 interrupted.
 
 from __future__ import annotations
 
+import codecs
+import errno
+import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -30,7 +34,12 @@ Overrides = Annotated[
 ]
 Store = Annotated[
     str | None,
-    typer.Option("--store", envvar="SCENECACHE_STORE", help="Folder or URL of the store; the job's own, or ./store."),
+    typer.Option(
+        "--store",
+        envvar="SCENECACHE_STORE",
+        help="Folder or URL of the store; the job's own, or ./store.",
+        callback=lambda url: url and os.path.expanduser(url),  # of --store=~/features a shell leaves the tilde
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines.")]
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try again what failed before.")]
@@ -229,6 +238,7 @@ def doctor(
 def main() -> None:
     """Run a verb. What a user can mend is a paragraph, what they can't a traceback."""
     os.environ.setdefault("RUST_LOG", "error")  # deltalake's warnings: what matters of them is in our errors
+    _open_streams()
     try:
         app()
     except KeyboardInterrupt:
@@ -238,6 +248,17 @@ def main() -> None:
             print(f"scenecache: {error}", file=sys.stderr)
             sys.exit(code)
         raise
+
+
+def _open_streams() -> None:
+    """Let both streams take any text: one that is closed swallows it, one that is not UTF-8 gets JSON's escapes."""
+    codecs.register_error("json", lambda error: (json.dumps(error.object[error.start : error.end])[1:-1], error.end))  # type: ignore[attr-defined]
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="json")
 
 
 def _exit_code(error: Exception) -> int:
@@ -250,7 +271,8 @@ def _exit_code(error: Exception) -> int:
         return 2
     if isinstance(error, MissingPackage | StoreUnwritable | CorruptShard):
         return 1
-    if isinstance(error, OSError) and error.filename:  # a folder of the user's: full, shut, or a file; its text says so
+    # a folder of the user's is full, shut, or a file, or what takes the output is full; the text says so
+    if isinstance(error, OSError) and (error.filename or error.errno == errno.ENOSPC):
         return 1
     if isinstance(error, ModuleNotFoundError) and error.name in ("rich", "yaml", "pydantic"):
         error.args = (f"{error.name} is not installed: pip install 'scenecache[cli]'",)

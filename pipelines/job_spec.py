@@ -16,6 +16,7 @@ A stage's keys are its extractor's settings, besides `extractor` (the stage's ow
 from __future__ import annotations
 
 import importlib
+import os
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -158,7 +159,7 @@ class JobSpec(BaseModel):
             target, equals, text = assignment.partition("=")
             name, dot, key = target.partition(".")
             if target == "store" and equals:
-                spec.store = text
+                spec.store = os.path.expanduser(text)
                 continue
             if not (equals and dot and name and key):
                 spec._faults.append(f"override {assignment!r}: expected STAGE.SETTING=VALUE, as votenet.proposals=128")

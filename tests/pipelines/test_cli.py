@@ -212,12 +212,12 @@ def test_a_stage_that_no_job_made_is_told_as_far_as_its_recipe_says(call: Call, 
         (["make-data", "scannet", "rooms.yaml"], "rooms.yaml is a file; give a folder"),
         (["make-data", "nuscenes", "rooms.yaml/below"], "rooms.yaml is a file; give a folder"),
         (["demo", "--out", "rooms.yaml"], "rooms.yaml is a file; give a folder"),
-        (["plan", "rooms.yaml", "--store", "foo://x"], "can't reach the store foo://x: "),
-        (["run", "rooms.yaml", "--store", "foo://x"], "can't reach the store foo://x: "),
+        (["plan", "rooms.yaml", "--store", "foo://x"], "foo://x: Protocol not known"),
+        (["run", "rooms.yaml", "--store", "foo://x"], "foo://x: Protocol not known"),
         (["verify", "--store", "foo://x"], "foo://x"),
-        (["plan", "rooms.yaml", "--store", "s3://nope/x"], "can't reach the store s3://nope/x: "),
-        (["run", "rooms.yaml", "--store", "s3://nope/x"], "can't reach the store s3://nope/x: "),
-        (["status", "--store", "s3://nope/x"], "can't reach the store s3://nope/x: "),
+        (["plan", "rooms.yaml", "--store", "s3://nope/x"], "s3://nope/x: can't open"),
+        (["run", "rooms.yaml", "--store", "s3://nope/x"], "s3://nope/x: can't open"),
+        (["status", "--store", "s3://nope/x"], "s3://nope/x: can't open"),
         (["doctor", "--checkpoint", "none.pth"], "none.pth"),
         (["frobnicate"], "No such command"),
         (["plan"], "Missing argument"),
@@ -251,6 +251,36 @@ def test_the_store_is_taken_from_the_option_then_the_environment(
     monkeypatch.setenv("SCENECACHE_STORE", str(folder / "two"))
     call("run", "rooms.yaml")
     assert sorted(p.name for p in folder.iterdir() if (p / "manifest").exists()) == ["one", "two"]
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_folder(
+    call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(folder / "home"))
+    assert object_of(call("plan", "rooms.yaml", "--store=~/cache", "--json")[1])["store"] == f"{folder}/home/cache"
+    assert object_of(call("plan", "rooms.yaml", "store=~/cache", "--json")[1])["store"] == f"{folder}/home/cache"
+
+
+@pytest.mark.parametrize("how", ["ascii", "latin-1", "closed", "full"])
+def test_an_output_that_cannot_take_all_text_is_no_crash(call: Call, folder: Path, how: str) -> None:
+    (folder / "scans" / "böse 漢 🙂.ply").write_text(PLY.format(z=1))
+    argv = [sys.executable, "-m", "pipelines", "plan", "rooms.yaml", "--list"]
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONUTF8": "1"}
+    if how in ("closed", "full"):
+        command_line = shlex.join(argv) + (" >&-" if how == "closed" else " >/dev/full")
+        done = subprocess.run(
+            ["sh", "-c", command_line], cwd=folder, env=env, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, "Traceback" in done.stderr) == (int(how == "full"), False), done.stderr
+        return
+    for words in ([*argv, "--json"], argv):
+        done = subprocess.run(words, cwd=folder, env={**env, "PYTHONIOENCODING": how}, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+        if "--json" in words:
+            items = object_of(done.stdout.decode(how))["stages"][0]["items"]
+            assert "böse 漢 🙂" in [row["item"] for row in items]
+        else:
+            assert "\\u6f22" in done.stdout.decode(how)
 
 
 def test_a_store_that_is_a_file_is_refused(call: Call, folder: Path) -> None:
