@@ -14,9 +14,10 @@ from extractors.inputs import Scan
 LIMIT = 1.5e-3
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def scan(golden) -> Scan:
     """The mesh of the reference, made by the code that the reference file carries."""
+    golden.check_recipe("mesh_seed")
     about = json.loads(str(golden.arrays["about"]))
     code: dict = {"__name__": "mesh"}
     exec(about["mesh_code"], code)
