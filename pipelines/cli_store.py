@@ -106,7 +106,7 @@ def failures(url: str | None, stages: Sequence[str] | None, as_json: bool) -> No
     if any(f["status"] == "failed" for f in found):
         print("Tried again when the input or the recipe changes, or with `scenecache run JOB --retry-failed`.")
     if any(f["status"] == "corrupt" for f in found):
-        print("What is corrupt was found damaged by `verify`: the next run computes it again.")
+        print("What is corrupt was found damaged: the next run computes it again.")
 
 
 def show(url: str | None, stage: str, item: str, as_json: bool) -> None:

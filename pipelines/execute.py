@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
@@ -29,7 +30,7 @@ from pipelines.stage import Job, Stage
 from pipelines.summary import REMEMBERED, StageResult, Summary
 from pipelines.tables import build_table
 from pipelines.worker import Report, StageTask, Work, failed_row, new_row
-from storage.errors import CacheError
+from storage.errors import CacheError, CorruptShard
 from storage.manifest import Manifest, Row
 
 COMMIT_S = 5.0  # rows wait for others at most so long
@@ -239,7 +240,9 @@ class _Execution:
         for row in report.rows:
             if row.item not in state.out:
                 continue  # of a stage that was stopped meanwhile
-            index, _ = state.out.pop(row.item)
+            index, work = state.out.pop(row.item)
+            if row.error_class == CorruptShard.__name__:
+                row = self._mark_corrupt(row, work)
             self.buffer.append((state, index, row))
             state.ended = time.monotonic()
             if row.status == "failed":
@@ -259,6 +262,18 @@ class _Execution:
                 f"{state.result.examples[kind]}. Mend the cause and run again with --retry-failed, "
                 f"or accept it with --max-failure-rate 1"
             )
+
+    def _mark_corrupt(self, row: Row, work: Work) -> Row:
+        """Mark the record that could not be read, so that the next run makes it again, and then this item too.
+
+        Returns:
+            The item's row, under no fingerprint: a damaged shard is not held against it.
+        """
+        for read in work.upstream:
+            if read.shard and read.shard in row.error_text:
+                marked = replace(read, status="corrupt", error_class=row.error_class, error_text=row.error_text)
+                self.buffer.append((None, -1, replace(marked, run=self.run_id)))
+        return replace(row, fingerprint=bytes(16))
 
     def _count_failure(self, state: _StageState, row: Row) -> None:
         state.result.failed += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,6 +154,20 @@ def test_record_whose_upstream_fails_now_is_no_longer_shown(runs, source):
     runs(chain)
     assert "item 03" not in runs.digests("numbers")
     assert "item 03" not in runs.digests("sums")
+
+
+def test_damaged_record_that_a_stage_reads_is_made_again_by_the_next_run_with_what_reads_it(runs, source):
+    runs(job(source, Stage(Numbers())))
+    before = runs.digests("numbers")
+    for shard in (Path(runs.url) / "numbers").iterdir():
+        shard.write_bytes(bytes(shard.stat().st_size))
+    chain = job(source, Stage(Numbers()), Stage(Sums()))
+    assert counts(runs(chain), "sums") == {"failed": 12}
+    assert {row["status"] for row in runs.rows("numbers").values()} == {"corrupt"}
+    assert {row["error_class"] for row in runs.rows("sums").values()} == {"CorruptShard"}
+    summary = runs(chain)
+    assert [counts(summary, name) for name in ("numbers", "sums")] == [{"made": 12}] * 2
+    assert runs.digests("numbers") == before
 
 
 def test_item_without_elements_has_an_empty_record_that_downstream_reads(runs, source):
