@@ -157,6 +157,8 @@ class ScanNet:
         places = [Path(self.split), self.root / name, self.root / "meta_data" / name, self.root.parent / name]
         path = next((p for p in places if p.is_file()), None)
         if path is None:
+            if Path(self.split).name != self.split or self.split.endswith(".txt"):
+                raise MissingFile(f"{self.split}: no such list; give train, val, test, or a file of scene names")
             raise MissingFile(f"no list of split {self.split!r}: put {name} into {self.root}, or give a list's path")
         return set(path.read_text().split())
 

@@ -58,6 +58,8 @@ def test_splits_come_from_the_list_files(root):
     assert ScanNet(root, split=str(root / "mine.txt")).keys() == ["scene0011_00"]
     with pytest.raises(MissingFile, match=r"scannetv2_test\.txt"):
         ScanNet(root, split="test").keys()
+    with pytest.raises(MissingFile, match=r"lists/mine.txt: no such list; give train, val, test"):
+        ScanNet(root, split="lists/mine.txt").keys()
 
 
 def test_a_scene_that_was_asked_for_and_is_absent_fails_by_name(root):
