@@ -35,7 +35,7 @@ import pyarrow.parquet as pq
 from storage.errors import CorruptShard
 from storage.files import Folder
 from storage.schema import Column, Record, Schema, one_nan
-from storage.shards import Bits, Decoded, Grouped, Mapped, Narrow, Ranged, Shard, Text, Values, map_file, prove
+from storage.shards import Bits, Decoded, Fixed, Narrow, Ranged, Shard, Text, Values, by_byte, map_file, prove
 
 SUFFIX = ".parquet"
 MAX_BYTES = 1 << 30  # of one shard: a page's size is a signed 32-bit number
@@ -216,19 +216,16 @@ def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
     length = buffer.size if buffer is not None else file.state[1]
     if not all(0 <= begin <= end <= length for begin, end in zip(begins, ends, strict=True)):
         raise CorruptShard(f"shard {path}: the footer names values of {name!r} outside of the file")
-    if buffer is not None and not (text or bits):
-        values = Mapped(buffer, raw, dims, stops, begins)
-        return Narrow(values, dtype) if narrow else values
-
-    def make(group: int) -> Values:
-        begin, end = begins[group], ends[group]
-        if buffer is None:
-            return Ranged(file.folder, path, begin, dtype, dims, starts[group])
-        if text:
-            return Text(memoryview(buffer)[begin:end], starts[group], stops[group], _TEXT[column.dtype], path)
-        return Bits(np.ndarray(end - begin, np.uint8, buffer, begin), dims, starts[group])
-
-    return Grouped(stops, make)
+    if text:
+        parts = memoryview(buffer)  # type: ignore[arg-type]  # text is decoded where nothing is mapped
+        groups = [(row, parts[begin:end]) for row, begin, end in zip(starts, begins, ends, strict=True)]
+        return Text(groups, stops, _TEXT[column.dtype], path)
+    if buffer is None:
+        return Fixed(Ranged(file.folder, path, dtype, dims), width * raw.itemsize, stops, begins)
+    if bits:
+        return Fixed(Bits(buffer, dims), width, stops, [8 * begin for begin in begins])
+    values = by_byte(buffer, raw, dims)
+    return Fixed(Narrow(values, dtype) if narrow else values, width * raw.itemsize, stops, begins)
 
 
 def _decoded(file: _File, name: str, column: Column) -> Decoded:

@@ -23,7 +23,7 @@ from storage.errors import CorruptShard, RecordMissing, StoreNotFound
 from storage.files import Folder
 from storage.manifest import Manifest, Row
 from storage.schema import Record, Schema
-from storage.shards import Shard, Values, open_shard
+from storage.shards import Shard, open_shard
 
 _SINGLE_LOOKUPS = 8  # keys looked up one by one in the manifest before a stage's index is read whole
 
@@ -148,12 +148,14 @@ class _Index:
 
     Attributes:
         position: number of every key's record.
-        spans: shard, first row and rows of every record, side by side.
+        spans: (record, 3) int64: shard, first row, rows.
+        order: numbers of the records, shard by shard.
         shards: file, size in bytes and `mapped` of each shard.
     """
 
     position: dict[str, int]
-    spans: array[int]
+    spans: np.ndarray
+    order: np.ndarray
     shards: list[tuple[str, int, bool]]
 
 
@@ -193,9 +195,16 @@ class _Stage:
         spans = np.stack([numbers, table["first_row"].to_numpy(), table["rows"].to_numpy()], axis=1).astype(np.int64)
         return _Index(
             dict(zip(table["item"].to_pylist(), range(table.num_rows), strict=True)),
-            array("q", spans.tobytes()),
+            spans,
+            np.argsort(spans[:, 0], kind="stable"),
             list(zip(encoded.dictionary.to_pylist(), sizes, mapped, strict=True)),
         )
+
+    def records(self, shard: int) -> np.ndarray:
+        """Numbers of the records in a shard."""
+        order, shards = self.index.order, self.index.spans[:, 0]
+        first, stop = np.searchsorted(shards, [shard, shard + 1], sorter=order)
+        return order[first:stop]
 
     def row(self, key: str) -> Row:
         """The manifest row of a key, whatever its status; RecordMissing where there is none."""
@@ -246,7 +255,6 @@ class Records(Mapping[str, Record]):
         self._places = array("i")
         self._width = 0  # of a place
         self._columns: list[list[tuple[str, Any, int]]] = [[]]  # by shard + 1: name, values, step (see `Shard.reach`)
-        self._shards: dict[int, Shard] = {}
         self._position: Mapping[str, int] = {}  # the index's, once the above is laid out
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -294,8 +302,8 @@ class Records(Mapping[str, Record]):
     def shards(self, keys: Sequence[str]) -> np.ndarray:
         """(key,) number of the shard that holds each record, -1 for a key without one: what is near what on disk."""
         index = self._stage.index
-        positions = (index.position.get(key, -1) for key in keys)
-        return np.array([-1 if position < 0 else index.spans[3 * position] for position in positions], np.int64)
+        positions = np.array([index.position.get(key, -1) for key in keys], np.int64)
+        return np.where(positions < 0, -1, index.spans[positions, 0]) if len(index.spans) else positions
 
     def __getitem__(self, key: str) -> Record:
         try:
@@ -303,7 +311,7 @@ class Records(Mapping[str, Record]):
         except (KeyError, TypeError):
             return self._find(key)
         places, at = self._places, position * self._width
-        columns = self._columns[places[at]] or self._reach(position)
+        columns = self._columns[places[at]] or self._open(position)
         rows = places[at + 1]
         record = {}
         for name, values, step in columns:  # a comprehension would cost a call
@@ -320,33 +328,29 @@ class Records(Mapping[str, Record]):
         index = stage.index
         with stage.lock:
             if not self._position:
-                number = index.spans[3 * index.position[key]]
-                self._shards[number] = shard = stage.open(index.shards[number])
+                shard = stage.open(index.shards[index.spans[index.position[key], 0]])
                 self._width = 2 + len(self._names or shard.columns)
-                self._places = array("i", bytes(4 * self._width * len(index.position)))
+                self._places = array("q", bytes(8 * self._width * len(index.position)))
                 self._columns = [[] for _ in range(1 + len(index.shards))]
                 self._position = index.position  # last: other threads may be reading
         return self[key]
 
-    def _reach(self, position: int) -> list[tuple[str, Any, int]]:
-        """Fill in the place of a record; returns its shard's columns."""
+    def _open(self, position: int) -> list[tuple[str, Any, int]]:
+        """Fill in the places of all records in the shard of one; returns the shard's columns."""
         index = self._stage.index
-        number, first, rows = index.spans[3 * position : 3 * position + 3]
-        if number not in self._shards:
-            self._shards[number] = self._stage.open(index.shards[number])
-        shard = self._shards[number]
-        names = self._names or tuple(shard.columns)
-        ways = [shard.reach(name, first) for name in names]
-        if not self._columns[1 + number]:
-            single = shard.schema.element is None
-            self._columns[1 + number] = [
-                (name, _Single(values) if single else values, step)
-                for name, (values, _, step) in zip(names, ways, strict=True)
-            ]
-        at = position * self._width
-        self._places[at + 1 : at + self._width] = array("i", [rows, *(start for _, start, _ in ways)])
-        self._places[at] = 1 + number  # last, too
-        return self._columns[1 + number]
+        number = int(index.spans[position, 0])
+        shard = self._stage.open(index.shards[number])
+        records = self._stage.records(number)
+        places = np.frombuffer(self._places, np.int64).reshape(-1, self._width)
+        _, first, places[records, 1] = index.spans[records].T
+        columns = []
+        for i, name in enumerate(self._names or shard.columns, 2):
+            values, step, starts = shard.reach(name)
+            places[records, i] = starts(first)
+            columns.append((name, _Single(values) if shard.schema.element is None else values, step))
+        self._columns[1 + number] = columns
+        places[records, 0] = 1 + number  # last, too
+        return columns
 
     def _read(self, row: Row) -> Record:
         return read_record(self._stage.manifest.folder, row, columns=self._names)
@@ -364,7 +368,7 @@ class Records(Mapping[str, Record]):
 class _Single:
     """Values without an element axis."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: Any) -> None:
         self._values = values
 
     def __getitem__(self, rows: slice) -> np.ndarray:

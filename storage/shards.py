@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import mmap
 import os
 import struct
@@ -52,143 +51,135 @@ class Shard:
     schema: Schema
     columns: Mapping[str, Values]
 
-    def reach(self, name: str, row: int) -> tuple[Any, int, int]:
-        """The shortest way to a record that begins at a row: `values`, `start` and `step` such that
-        `values[start : start + n * step : step]` are its n elements; `values` and `step` are the whole shard's."""
+    def reach(self, name: str) -> tuple[Any, int, Callable[[np.ndarray], np.ndarray]]:
+        """The shortest way to a column of many records.
+
+        Returns:
+            `values` and `step`, for the whole shard, and a function of records' first rows that gives a `start` each:
+            `values[start : start + n * step : step]` are a record's n elements.
+        """
         values = self.columns[name]
-        if isinstance(values, Mapped):
-            return values.at, values.start(row), values.step
-        return values, row, 1
+        if isinstance(values, Fixed):
+            return values.at, values.step, values.starts
+        return values, 1, lambda rows: rows
+
+
+class Fixed:
+    """Values of a fixed size, side by side in each row group of a file.
+
+    Args:
+        at: elements by address: `at[start : stop : step]` are those from `start` to `stop`.
+        step: addresses from one element to the next.
+        stops: where each group ends (last row + 1).
+        begins: address of each group's first element.
+    """
+
+    def __init__(self, at: Any, step: int, stops: Sequence[int], begins: Sequence[int]) -> None:
+        self.at, self.step, self._stops = at, step, stops
+        self._origins = [begin - row * step for begin, row in zip(begins, [0, *stops], strict=False)]
+
+    def starts(self, rows: np.ndarray) -> np.ndarray:
+        """Addresses of rows."""
+        groups = np.minimum(np.searchsorted(self._stops, rows, side="right"), len(self._stops) - 1)
+        return np.array(self._origins)[groups] + rows * self.step
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        start = self._origins[_group(self._stops, rows.start)] + rows.start * self.step
+        return self.at[start : start + (rows.stop - rows.start) * self.step : self.step]
 
 
 def _group(stops: Sequence[int], row: int) -> int:
     return min(bisect_right(stops, row), len(stops) - 1)  # a record without elements may stand behind the last row
 
 
-class Mapped:
-    """Values as numpy has them, in the row groups of a mapped file.
+def by_byte(buffer: pa.Buffer, dtype: np.dtype, dims: tuple[int, ...]) -> np.ndarray:
+    """(byte, *dims) the element that begins at each byte of a mapped file.
 
-    Args:
-        stops: where each group ends.
-        begins: byte of the file where the values of each group begin.
-
-    Attributes:
-        at: (byte, *dims) the element that begins at each byte of the file: one array, whatever the groups. One array a
-            group would be found in slow memory, again and again, where keys are read in random order.
-        step: bytes from one element to the next.
+    One array, however many row groups: with an array for each, random reads would find these in slow memory every time.
     """
-
-    def __init__(
-        self, buffer: pa.Buffer, dtype: np.dtype, dims: tuple[int, ...], stops: Sequence[int], begins: Sequence[int]
-    ) -> None:
-        first: np.ndarray = np.ndarray((1, *dims), dtype, buffer)
-        self.step, self._stops, self._begins = first.nbytes, stops, begins
-        shape, strides = (buffer.size - self.step + 1, *dims), (1, *first.strides[1:])
-        self.at: np.ndarray = np.ndarray(shape, dtype, buffer, 0, strides)
-
-    def start(self, row: int) -> int:
-        """Byte of the file where a row begins."""
-        group = _group(self._stops, row)
-        return self._begins[group] + (row - (self._stops[group - 1] if group else 0)) * self.step
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        start = self.start(rows.start)
-        return self.at[start : start + (rows.stop - rows.start) * self.step : self.step]
+    element: np.ndarray = np.ndarray((1, *dims), dtype, buffer)
+    shape, strides = (buffer.size - element.nbytes + 1, *dims), (1, *element.strides[1:])
+    return np.ndarray(shape, dtype, buffer, 0, strides)
 
 
-class Grouped:
-    """A column whose row groups are read each in its own way; what reads from a group is made when it is first needed.
+class Narrow:
+    """Integers of 8 and 16 bits, which Parquet keeps in 32."""
 
-    Args:
-        stops: where each group ends.
-        make: group number -> its values, for rows counted from the first of the shard.
-    """
+    def __init__(self, data: np.ndarray, dtype: np.dtype) -> None:
+        self._data, self._dtype = data, dtype
 
-    def __init__(self, stops: Sequence[int], make: Callable[[int], Values]) -> None:
-        self._stops, self._make = stops, make
-        self._parts: dict[int, Values] = {}
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        group = _group(self._stops, rows.start)
-        try:
-            return self._parts[group][rows]
-        except KeyError:
-            return self._parts.setdefault(group, self._make(group))[rows]
+    def __getitem__(self, place: slice) -> np.ndarray:
+        values = self._data[place].astype(self._dtype)
+        values.flags.writeable = False
+        return values
 
 
 class Bits:
-    """Booleans that Parquet keeps as bits, the lowest of each byte first; the first is of row `first`."""
+    """Booleans that Parquet keeps as bits, the lowest of each byte first; an address is that of a bit."""
 
-    def __init__(self, data: np.ndarray, dims: tuple[int, ...], first: int) -> None:
-        self._data, self._dims, self._width, self._first = data, dims, math.prod(dims), first
+    def __init__(self, buffer: pa.Buffer, dims: tuple[int, ...]) -> None:
+        self._data, self._dims = np.frombuffer(buffer, np.uint8), dims
 
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        first, last = ((row - self._first) * self._width for row in (rows.start, rows.stop))
+    def __getitem__(self, place: slice) -> np.ndarray:
+        first, last = place.start, place.stop
         bits = np.unpackbits(self._data[first // 8 : -(-last // 8)], bitorder="little")
         values = bits[first % 8 : first % 8 + last - first].view(bool).reshape(-1, *self._dims)
         values.flags.writeable = False
         return values
 
 
-class Narrow:
-    """Integers of 8 and 16 bits, which Parquet keeps in 32."""
-
-    def __init__(self, data: Mapped, dtype: np.dtype) -> None:
-        self._data, self._dtype = data, dtype
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        values = self._data[rows].astype(self._dtype)
-        values.flags.writeable = False
-        return values
-
-
 class Ranged:
-    """Values of a remote shard, read by byte range; `offset` is where row `first` begins."""
+    """Values of a remote shard, read by byte range."""
 
-    def __init__(
-        self, folder: Folder, path: str, offset: int, dtype: np.dtype, dims: tuple[int, ...], first: int
-    ) -> None:
-        self._folder, self._path, self._offset, self._dtype, self._dims = folder, path, offset, dtype, dims
-        self._width, self._first = math.prod(dims) * dtype.itemsize, first
+    def __init__(self, folder: Folder, path: str, dtype: np.dtype, dims: tuple[int, ...]) -> None:
+        self._folder, self._path, self._dtype, self._dims = folder, path, dtype, dims
 
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        first, last = (self._offset + (row - self._first) * self._width for row in (rows.start, rows.stop))
+    def __getitem__(self, place: slice) -> np.ndarray:
+        first, last = place.start, place.stop
         data = self._folder.fs.cat_file(self._path, start=first, end=last) if last > first else b""
         return np.frombuffer(data, self._dtype).reshape(-1, *self._dims)
 
 
 class Text:
-    """Strings or bytes of rows `first` to `stop`, each behind its length in 4 bytes, found on first use."""
+    """Strings or bytes, each behind its length in 4 bytes; a row group's are found on its first use.
 
-    def __init__(self, data: memoryview, first: int, stop: int, kind: type, path: str) -> None:
-        self._data, self._first, self._rows, self._kind, self._path = data, first, stop - first, kind, path
-        self._starts: np.ndarray | None = None
+    Args:
+        groups: first row and bytes of each row group.
+        kind: str or bytes.
+    """
+
+    def __init__(self, groups: Sequence[tuple[int, memoryview]], stops: Sequence[int], kind: type, path: str) -> None:
+        self._groups, self._stops, self._kind, self._path = groups, stops, kind, path
+        self._starts: dict[int, np.ndarray] = {}
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        starts = self._starts if self._starts is not None else self._find()
+        group = _group(self._stops, rows.start)
+        first, data = self._groups[group]
+        starts = self._starts[group] if group in self._starts else self._find(group)
         values = np.empty(rows.stop - rows.start, object)
-        bounds = starts[rows.start - self._first : rows.stop - self._first + 1].tolist()
+        bounds = starts[rows.start - first : rows.stop - first + 1].tolist()
         try:
             for i in range(len(values)):
-                value = self._data[bounds[i] + 4 : bounds[i + 1]]
+                value = data[bounds[i] + 4 : bounds[i + 1]]
                 values[i] = str(value, "utf8") if self._kind is str else bytes(value)
         except UnicodeDecodeError as error:
             raise CorruptShard(f"shard {self._path}: a text is damaged: {error}") from error
         values.flags.writeable = False
         return values
 
-    def _find(self) -> np.ndarray:
-        starts = np.zeros(self._rows + 1, np.int64)
-        unpack, data, position = struct.Struct("<I").unpack_from, self._data, 0
+    def _find(self, group: int) -> np.ndarray:
+        first, data = self._groups[group]
+        starts = np.zeros(self._stops[group] - first + 1, np.int64)
+        unpack, position = struct.Struct("<I").unpack_from, 0
         try:
-            for i in range(self._rows):
+            for i in range(1, len(starts)):
                 position += 4 + unpack(data, position)[0]
-                starts[i + 1] = position
+                starts[i] = position
         except struct.error as error:
-            raise CorruptShard(f"shard {self._path}: the length of text {i} is damaged") from error
+            raise CorruptShard(f"shard {self._path}: the length of text {i - 1} is damaged") from error
         if position != len(data):
             raise CorruptShard(f"shard {self._path}: the lengths of its texts are damaged")
-        self._starts = starts
+        self._starts[group] = starts
         return starts
 
 
