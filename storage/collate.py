@@ -21,6 +21,7 @@ from storage.schema import Column, Schema
 try:
     import torch
     from torch.utils.data import get_worker_info
+    from torch.utils.data._utils.collate import default_collate_fn_map  # where default_collate's documentation points
 
     from storage.recycle import HEADER, Pool, Slot, lease, shared_bytes
 except ImportError as error:  # the core of storage does without torch
@@ -111,6 +112,12 @@ class _Planned(NamedTuple):
             self.fill(native.numpy())
             out.copy_(native)
 
+
+def _by_default(samples: Sequence[Sample], *, collate_fn_map: object = None) -> Batch:
+    return collate_padded(samples)
+
+
+default_collate_fn_map[Sample] = _by_default  # a DataLoader without collate_fn pads too
 
 _Limit = int | Mapping[str, int] | None
 _Padding = Literal["fixed", "longest"] | None

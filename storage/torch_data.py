@@ -40,7 +40,9 @@ __all__ = ["MapDataset", "Sample", "Stream", "collate_padded", "collate_ragged"]
 class MapDataset(Dataset[Sample]):
     """Samples by position, for a torch DataLoader of your own.
 
-        DataLoader(MapDataset(records), batch_size=64, shuffle=True, collate_fn=collate_padded)
+        DataLoader(MapDataset(records), batch_size=64, shuffle=True)
+
+    Without `collate_fn` that makes the batches of `collate_padded`.
 
     A subclass may override `__getitem__` to change samples: values, and which elements there are; not dtypes or
     dims, which batches take from the schema.

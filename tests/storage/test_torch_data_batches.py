@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -256,6 +257,21 @@ def test_any_mapping_with_a_schema_is_a_dataset():
     collate = functools.partial(collate_padded, max_elements=1)
     loader = torch.utils.data.DataLoader(split, batch_size=2, collate_fn=collate)
     assert [batch["a"].tolist() for batch in loader] == [[[2.0], [0.0]]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataloader_pads_without_being_told_to(workers):
+    values = np.arange(9, dtype=np.float32)
+    values.flags.writeable = False
+    data = Records({key: {"a": values[i : 2 * i]} for i, key in enumerate("abcd")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's own way warns of arrays that can't be written to, then fails
+        (batch,) = torch.utils.data.DataLoader(MapDataset(data), batch_size=4, num_workers=workers)
+    expected = collate_padded([MapDataset(data)[i] for i in range(4)])
+    assert batch.keys() == expected.keys()
+    assert batch["item"] == expected["item"] == ["a", "b", "c", "d"]
+    assert torch.equal(batch["a"], expected["a"])
+    assert torch.equal(batch["object_mask"], expected["object_mask"])
 
 
 def test_a_split_with_an_unknown_key_names_it():
