@@ -100,14 +100,22 @@ def _parsed(hint: Any, bare: Any) -> Any:
     if has_type(bare, tuple):
         return Annotated[hint, BeforeValidator(lambda value: value.split(",") if isinstance(value, str) else value)]
     if has_type(bare, Path):
-        return Annotated[hint, BeforeValidator(lambda v: Path(v).expanduser() if isinstance(v, str) else v)]
+        return Annotated[hint, BeforeValidator(lambda v: _absolute(v) if isinstance(v, str) else v)]
     return hint
 
 
 def _weights(value: Any) -> Any:
     if not isinstance(value, str | Weights | None):
         raise ValueError("expected a checkpoint file, or untrained:0 to run without training")
-    return Weights(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    weights = Weights(value)
+    return weights if weights.seed is not None else Weights(str(_absolute(value)))
+
+
+def _absolute(text: str) -> Path:
+    """A path of the command line as workers find it too, whose current folder is another."""
+    return Path(text).expanduser().absolute()
 
 
 def has_type(hint: Any, wanted: type) -> bool:

@@ -42,7 +42,9 @@ _DEATHS = 20  # deaths of a stage's actors in a row, with nothing made in betwee
 class _StageActor:
     """One stage in one process of the cluster."""
 
-    def __init__(self, task: StageTask, on_gpu: bool) -> None:
+    def __init__(self, task: StageTask, on_gpu: bool, folder: str) -> None:
+        with contextlib.suppress(OSError):  # where the driver is, for the relative paths of a job in Python
+            os.chdir(folder)
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             os.environ[name] = "1"  # a slot is one core; read when torch is imported, helpers inherit it
         self.worker = StageWorker(task, device_for(task.stage.extractor) if on_gpu else "cpu")
@@ -305,7 +307,7 @@ class RayRunner:
 
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=slot.index)
         options = {"num_cpus": 0, "num_gpus": 0.01 if slot.gpu else 0, "max_restarts": 0, "scheduling_strategy": place}
-        handle = self._actor_class.options(**options).remote(lane.stage.task, slot.gpu)
+        handle = self._actor_class.options(**options).remote(lane.stage.task, slot.gpu, os.getcwd())
         actor = slot.actors[lane.name] = _Actor(handle, lane, slot)
         self._call(actor, "up")
 

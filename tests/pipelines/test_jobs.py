@@ -129,6 +129,12 @@ def test_numbers_are_names_too_and_one_input_needs_no_list(write: Callable[[str]
     assert (job.name, [stage.name for stage in job.stages], job.stages[1].of) == ("12", ["fake", "7"], ("fake",))
 
 
+def test_a_checkpoint_is_known_by_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.pth").touch()
+    monkeypatch.chdir(tmp_path)
+    assert network("network.weights=net.pth").weights == Weights(str(tmp_path / "net.pth"))
+
+
 def test_every_checkpoint_that_is_not_there_is_named_with_its_setting() -> None:
     spec = SPEC.override(["network.weights=nosuch.pth", "network.size=x", "fake.objects=x"])
     with pytest.raises(JobError, match=r"network.weights: no file nosuch.pth") as caught:
@@ -145,7 +151,7 @@ def test_paths_in_a_file_are_relative_to_it_and_in_overrides_to_here(write: Call
     spec = read_job(write("store: features\n" + GOOD))
     folder = Path(str(spec.store)).parent
     assert folder == write(GOOD).parent
-    assert spec.override(["source.root=here"]).build().source == Folder(Path("here"))
+    assert spec.override(["source.root=here"]).build().source == Folder(Path.cwd() / "here")
     assert spec.override(["store=s3://bucket/features"]).store == "s3://bucket/features"
 
 

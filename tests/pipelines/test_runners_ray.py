@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,13 @@ def test_helper_processes_work_under_actors(runner, tmp_path):
     runs(job(source, Stage(Hosted(), batch=2)), runner())
     found = {item: row["error_class"] for item, row in runs.rows("numbers").items()}
     assert found == {"a": "", "b": "DeadlineExceeded", "c": "ChildDied", "d": ""}
+
+
+def test_relative_paths_of_a_job_lead_workers_to_the_same_files(runner, tmp_path, monkeypatch):
+    Folder.make(tmp_path / "raw", {"a": "x", "b": "y"})
+    monkeypatch.chdir(tmp_path)  # the cluster was started elsewhere
+    summary = Runs(tmp_path)(job(Folder(Path("raw")), Stage(Numbers()), Stage(Hosted(), "hosted")), runner())
+    assert [counts(summary, name) for name in ("numbers", "hosted")] == [{"made": 2}] * 2
 
 
 @pytest.mark.parametrize("numbers", [Numbers, OnGpu])
