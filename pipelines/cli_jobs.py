@@ -144,6 +144,8 @@ def run(ready: Ready, runner: str, address: str | None, workers: int | None, max
         skipped = any(line.action == "skip" for line in ready.plan.lines())
         if skipped:
             print("Nothing to do; what failed before stays so until its input or recipe changes, or --retry-failed.")
+        else:
+            print("Nothing to do: every record is there.")
         return 3 if skipped else 0
     chosen: Runner
     if runner == "ray" or address:

@@ -279,9 +279,10 @@ class _Execution:
         state.result.failed += 1
         state.result.errors[row.error_class] += 1
         if row.error_class not in state.result.examples:
-            state.result.examples[row.error_class] = f"{row.item}: {row.error_text}"
+            text = row.error_text.removeprefix(f"{row.item}: ")
+            state.result.examples[row.error_class] = f"{row.item}: {text}"
             if state.stopped is None:  # else it has been said
-                self.progress.note(f"{state.name} {row.item}: {row.error_class}: {row.error_text}")
+                self.progress.note(f"{state.name} {row.item}: {row.error_class}: {text}")
 
     def _stop_stage(self, state: _StageState, cause: Failure) -> None:
         """A stage can't run: nothing more of it is handed out."""
