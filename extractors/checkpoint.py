@@ -1,8 +1,8 @@
 """Checkpoints: read them without running code from them, load them strictly, say what is in them.
 
-A checkpoint holds tensors by name, bare or under `state_dict`, `model_state_dict` or `model`, maybe with the
-prefix `module.` that DataParallel adds. Where it holds an average over training steps beside the last weights (EMA), the average is
-taken, and that is logged.
+A checkpoint holds tensors by name, bare or under `state_dict`, `model_state_dict` or `model`, maybe with the prefix
+`module.` that DataParallel adds. Where it holds an average over training steps beside the last weights (EMA), the
+average is taken, and that is logged.
 """
 
 from __future__ import annotations
