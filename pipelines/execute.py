@@ -23,10 +23,12 @@ import pyarrow.compute as pc
 
 from pipelines.errors import RunnerError
 from pipelines.extraction import Failure, failure
+from pipelines.inputs import digest_item, missing_files
 from pipelines.plan import Decision, Plan, StagePlan
 from pipelines.progress import Progress
 from pipelines.runners import Runner
 from pipelines.stage import Job, Stage
+from pipelines.stage_plan import entries
 from pipelines.summary import REMEMBERED, StageResult, Summary
 from pipelines.tables import build_table
 from pipelines.worker import Report, StageTask, Work, failed_row, new_row
@@ -35,6 +37,7 @@ from storage.manifest import Manifest, Row
 
 COMMIT_S = 5.0  # rows wait for others at most so long
 _WINDOW = 50  # results over which the failure rate is taken
+_UNREADABLE = ("MissingFile", "FileNotFoundError", "PermissionError", "TimeoutError")  # as OSErrors with a number
 _LATE_LIMIT = 10_000  # items that may wait behind a stage before the stages that feed it pause
 
 
@@ -243,6 +246,8 @@ class _Execution:
             index, work = state.out.pop(row.item)
             if row.error_class == CorruptShard.__name__:
                 row = self._mark_corrupt(row, work)
+            elif self._out_of_reach(state, row, work):
+                row = replace(row, fingerprint=bytes(16))  # not held against the files that the plan saw
             self.buffer.append((state, index, row))
             state.ended = time.monotonic()
             if row.status == "failed":
@@ -262,6 +267,20 @@ class _Execution:
                 f"{state.result.examples[kind]}. Mend the cause and run again with --retry-failed, "
                 f"or accept it with --max-failure-rate 1"
             )
+
+    def _out_of_reach(self, state: _StageState, row: Row, work: Work) -> bool:
+        """A worker could not read files that the plan saw: their mount is gone, for a while or on its node."""
+        if row.error_class not in _UNREADABLE and not row.error_text.startswith("[Errno "):
+            return False
+        stage, source = state.plan.stage, self.job.source
+        kinds = [entry for entry in entries(stage) if entry not in state.plan.feeds]
+        if source is None or not isinstance(stage, Stage) or not kinds:
+            return False
+        try:
+            gone = missing_files(source, kinds, [work.item])
+            return not gone or digest_item(source, work.item, kinds) != work.inputs
+        except Exception:  # the source can't say it: it may be gone itself
+            return True
 
     def _mark_corrupt(self, row: Row, work: Work) -> Row:
         """Mark the record that could not be read, so that the next run makes it again, and then this item too.

@@ -85,6 +85,16 @@ def digest_inputs(
     return Digests(pa.array(keys, pa.string()), columns)
 
 
+def digest_item(source: Source, key: str, kinds: Sequence[str], cache: StatCache | None = None) -> bytes:
+    """Digest of one item's inputs of some kinds together (16 bytes), as in a plan's column `inputs`."""
+    found = []
+    for kind in kinds:
+        paths = [os.path.abspath(path) for path in source.files(key, kind)]
+        digests = (cache or StatCache()).digest(paths)
+        found.append(_joined([digests[path] for path in paths], source.facts(key, kind)) or bytes(16))
+    return found[0] if len(found) == 1 else hashlib.sha256(b"".join(found)).digest()[:16]
+
+
 def missing_files(source: Source, kinds: Iterable[str], keys: Iterable[str] | None = None) -> dict[str, list[Path]]:
     """Files that items need and the disk lacks: key -> files in the source's order; items that lack none are left out.
 

@@ -48,6 +48,16 @@ class Folder:
         return cls(root)
 
 
+@dataclass(frozen=True)
+class Listed(Folder):
+    """Items by name, whether their files are there or not."""
+
+    names: tuple[str, ...] = ()
+
+    def keys(self) -> list[str]:
+        return sorted(self.names)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Extractor):
     """Seeded numbers of an item; its text may ask for trouble (`bad`, `die`, `slow:S` ...)."""
@@ -82,6 +92,8 @@ class Numbers(Extractor):
                     os._exit(3)
             case ("slow", _, seconds):
                 time.sleep(float(seconds))
+            case ("stale", _, _):
+                raise OSError(116, "Stale file handle", "scan.ply")
             case ("quit", _, _):
                 sys.exit("no licence")
             case ("no record", _, _):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelines.execute import execute
+from pipelines.runners.local import LocalRunner
 from pipelines.stage import Stage
 from pipelines.summary import StageResult, Summary
 from tests.pipelines.fakes import (
@@ -16,6 +19,7 @@ from tests.pipelines.fakes import (
     Folder,
     Hosted,
     HostedQuits,
+    Listed,
     NoList,
     NoSchema,
     NoWeights,
@@ -187,6 +191,29 @@ def test_missing_file_fails_by_name_and_is_computed_when_it_appears(runs, source
     assert runs.rows("numbers")["ghost"]["error_class"] == "MissingFile"
     (source.root / "ghost.txt").write_text("here")
     assert counts(runs(chain), "numbers") == {"reused": 12, "made": 1}
+
+
+def test_files_that_were_gone_while_the_run_lasted_are_tried_again_when_they_are_back(runs, source, tmp_path):
+    chain = job(source, Stage(Numbers()))
+    planned = runs.plan(chain)
+    source.root.rename(tmp_path / "gone")
+    source.root.mkdir()
+    summary = execute(chain, planned, runs.url, LocalRunner(), stream=io.StringIO())
+    assert counts(summary, "numbers") == {"failed": 12}
+    source.root.rmdir()
+    (tmp_path / "gone").rename(source.root)
+    assert counts(runs(chain), "numbers") == {"made": 12}
+
+
+def test_file_that_a_worker_alone_could_not_reach_is_tried_again_and_one_that_is_missing_is_not(runs, source):
+    (source.root / "item 03.txt").write_text("stale")
+    lists = Listed(source.root, ("item 03", "item 04", "never there"))
+    chain = job(lists, Stage(Numbers()))
+    assert counts(runs(chain), "numbers") == {"made": 1, "failed": 2}
+    assert runs.rows("numbers")["item 03"]["error_text"].startswith("[Errno 116] Stale file handle")
+    summary = runs(chain)
+    assert counts(summary, "numbers") == {"reused": 1, "failed": 1, "skipped": 1}
+    assert summary.stages[0].errors == {"OSError": 1}
 
 
 def test_many_failures_stop_the_run_and_the_text_says_how_to_go_on(runs, tmp_path):

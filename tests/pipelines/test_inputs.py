@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from pipelines import inputs
+from pipelines.columns import as_bytes
 from pipelines.errors import JobError
-from pipelines.inputs import Digests, StatCache, digest_file, digest_inputs
+from pipelines.inputs import Digests, StatCache, digest_file, digest_inputs, digest_item
+from pipelines.plan import _combined
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,22 @@ def files_read(cache: StatCache, *paths: Path) -> int:
 def test_the_digest_follows_the_content_and_not_the_path(tmp_path: Path, cache: StatCache) -> None:
     one, same, other = (write(tmp_path / name, text) for name, text in (("1", "x"), ("2/y", "x"), ("3", "z")))
     assert digest(cache, one) == digest(cache, same) != digest(cache, other)
+
+
+def test_the_digest_of_one_item_is_that_of_the_plan(tmp_path: Path, cache: StatCache) -> None:
+    @dataclass(frozen=True)
+    class Two(Files):
+        kinds: ClassVar[tuple[str, ...]] = ("scan", "clip")
+
+        def facts(self, key: str, kind: str) -> bytes:
+            return b"pose" if kind == "clip" else b""
+
+    source = Two({"a": [write(tmp_path / "1", "x"), tmp_path / "absent"], "b": [write(tmp_path / "2", "y")]})
+    for kinds in (["scan"], ["clip"], ["scan", "clip"], ["clip", "scan"]):
+        digests = digest_inputs(source, ["scan", "clip"], cache)
+        parts = np.stack([as_bytes(digests.kinds[kind]) for kind in kinds], 1)
+        for row, key in zip(_combined(parts), source.keys(), strict=True):
+            assert digest_item(source, key, kinds, cache) == row.tobytes()
 
 
 def test_order_and_borders_of_files_count(tmp_path: Path, cache: StatCache) -> None:
