@@ -7,6 +7,8 @@ import json
 import os
 import threading
 import time
+import warnings
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import pyarrow.compute as pc
 
 from storage import lock as lock_file
 from storage.delta_log import EMPTY
-from storage.errors import CorruptShard, RecordMissing, StoreNotFound
+from storage.errors import CorruptShard, RecordMissing, StoreNotFound, StoreUnwritable
 from storage.files import Folder
 from storage.manifest import Manifest, Row
 from storage.schema import Record, Schema
@@ -126,20 +128,27 @@ class Cache:
 
         Returns:
             Path of that copy, or of the file in the store.
+
+        Raises:
+            StoreUnwritable: the file can't be written. Where that is the one in the store, of which there is a copy, it
+                is a warning: `gc` must then be given the copy.
         """
+        copy = Path(path).absolute() if path is not None else None
         content = {
             "url": self.url, "snapshot": self.snapshot, "stages": self.stages, "manifest": self.manifest.id,
-            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "for": os.path.abspath(path) if path else "",
+            "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "for": str(copy or ""),
         }  # fmt: skip
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-
-        name = f"locks/{self.snapshot}{'-' + Path(path).stem if path else ''}.json"
-        self.manifest.folder.put_text(name, text)
-        if path is None:
-            return self.manifest.folder.path(name)
-        path = Path(path).absolute()
-        Folder(path.parent).put_text(path.name, text)
-        return path
+        name = f"{self.snapshot}-{copy.stem}-{zlib.crc32(bytes(copy)):08x}" if copy else f"{self.snapshot}"
+        if copy:
+            Folder(copy.parent).put_text(copy.name, text)
+        try:
+            self.manifest.folder.put_text(f"locks/{name}.json", text)
+        except StoreUnwritable as error:
+            if copy is None:
+                raise
+            warnings.warn(f"{error}. So gc knows of this lock only as `gc --lock {copy}`", stacklevel=2)
+        return copy or self.manifest.folder.path(f"locks/{name}.json")
 
 
 @dataclass
@@ -193,12 +202,15 @@ class _Stage:
         _, samples = np.unique(numbers, return_index=True)
         sizes, mapped = table["shard_bytes"].to_numpy()[samples].tolist(), table["mapped"].to_numpy()[samples].tolist()
         spans = np.stack([numbers, table["first_row"].to_numpy(), table["rows"].to_numpy()], axis=1).astype(np.int64)
-        return _Index(
+        index = _Index(
             dict(zip(table["item"].to_pylist(), range(table.num_rows), strict=True)),
             spans,
             np.argsort(spans[:, 0], kind="stable"),
             list(zip(encoded.dictionary.to_pylist(), sizes, mapped, strict=True)),
         )
+        del table, encoded, numbers
+        pa.default_memory_pool().release_unused()  # a hundred bytes an item, in each process that reads
+        return index
 
     def records(self, shard: int) -> np.ndarray:
         """Numbers of the records in a shard."""
@@ -284,6 +296,10 @@ class Records(Mapping[str, Record]):
 
     def select(self, *columns: str) -> Records:
         """The same records with some columns only, which reads faster."""
+        if not columns:
+            raise TypeError(
+                f"select() needs the names of columns; {self.stage} has {', '.join(self._stage.schema.columns)}"
+            )
         if unknown := [c for c in columns if c not in self._stage.schema.columns]:
             known = list(self._stage.schema.columns)
             raise StoreNotFound(
@@ -331,7 +347,7 @@ class Records(Mapping[str, Record]):
                 shard = stage.open(index.shards[index.spans[index.position[key], 0]])
                 self._width = 2 + len(self._names or shard.columns)
                 self._places = array("q", bytes(8 * self._width * len(index.position)))
-                self._columns = [[] for _ in range(1 + len(index.shards))]
+                self._columns = [[] for _ in range(2 + len(index.shards))]
                 self._position = index.position  # last: other threads may be reading
         return self[key]
 
@@ -342,15 +358,17 @@ class Records(Mapping[str, Record]):
         shard = self._stage.open(index.shards[number])
         records = self._stage.records(number)
         places = np.frombuffer(self._places, np.int64).reshape(-1, self._width)
-        _, first, places[records, 1] = index.spans[records].T
+        _, first, rows = index.spans[records].T
         columns = []
         for i, name in enumerate(self._names or shard.columns, 2):
             values, step, starts = shard.reach(name)
-            places[records, i] = starts(first)
+            places[records, i] = np.where(rows, starts(first), 0)
             columns.append((name, _Single(values) if shard.schema.element is None else values, step))
         self._columns[1 + number] = columns
-        places[records, 0] = 1 + number  # last, too
-        return columns
+        self._columns[-1] = [(name, shard.columns[name][0:0], 1) for name, _, _ in columns]
+        places[records, 1] = rows
+        places[records, 0] = np.where(rows, 1 + number, 1 + len(index.shards))  # last, too
+        return self._columns[places[position, 0]]
 
     def _read(self, row: Row) -> Record:
         return read_record(self._stage.manifest.folder, row, columns=self._names)

@@ -10,6 +10,7 @@ first of the shard.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
 import os
@@ -76,6 +77,8 @@ class Fixed:
 
     def __init__(self, at: Any, step: int, stops: Sequence[int], begins: Sequence[int]) -> None:
         self.at, self.step, self._stops = at, step, stops
+        self._empty = at[0:0:step].copy()  # a slice without elements would have strides that torch refuses
+        self._empty.flags.writeable = False
         self._origins = [begin - row * step for begin, row in zip(begins, [0, *stops], strict=False)]
 
     def starts(self, rows: np.ndarray) -> np.ndarray:
@@ -84,6 +87,8 @@ class Fixed:
         return np.array(self._origins)[groups] + rows * self.step
 
     def __getitem__(self, rows: slice) -> np.ndarray:
+        if rows.start == rows.stop:
+            return self._empty
         start = self._origins[_group(self._stops, rows.start)] + rows.start * self.step
         return self.at[start : start + (rows.stop - rows.start) * self.step : self.step]
 
@@ -219,6 +224,8 @@ class Decoded:
         except CacheError:
             raise
         except Exception as error:  # what damaged bytes make a decoder say has no common base
+            if _elsewhere(error):
+                raise
             raise CorruptShard(f"shard {key[0]}: rows of {key[2]!r} can't be decoded: {error}") from error
 
 
@@ -270,6 +277,7 @@ def open_shard(folder: Folder, name: str, size: int, mapped: bool) -> Shard:
 
     Raises:
         CorruptShard: the file is absent, of another size, or can't be parsed.
+        OSError: it can't be read here: no permission, too many open files ...
     """
     from storage import hdf5, parquet
 
@@ -293,11 +301,20 @@ def open_shard(folder: Folder, name: str, size: int, mapped: bool) -> Shard:
     try:
         shard = (hdf5 if name.endswith(".h5") else parquet).read(folder, name, state, mapped)
     except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
+        if _elsewhere(error):
+            raise
         raise CorruptShard(
             f"shard {path} can't be opened: {error}; `scenecache verify --deep` finds what is lost"
         ) from error
     _open[path] = (state, shard)
     return shard
+
+
+def _elsewhere(error: Exception) -> bool:
+    """Whether an error is of this machine or process and not of the file."""
+    return isinstance(error, PermissionError | TimeoutError | ConnectionError) or (
+        isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+    )
 
 
 def prove(shard: Shard, records: Sequence[Record], path: str, chosen: Sequence[int]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from typing import TypeGuard
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -151,19 +149,10 @@ def _unlike(manifest: Manifest, row: Row) -> str:
         schema = open_shard(manifest.folder, row.shard, row.shard_bytes, row.mapped).schema
         schema.check(record, f"{row.stage} {row.item!r}")
     except CacheError as error:
-        if _elsewhere(error.__cause__):
-            raise error.__cause__ from None
         return str(error)
     if record_digest(record) != row.digest:
         return "its content is not what was written"
     return ""
-
-
-def _elsewhere(cause: BaseException | None) -> TypeGuard[OSError]:
-    """Whether an error is of this machine or process and not of the file."""
-    return isinstance(cause, PermissionError | TimeoutError | ConnectionError) or (
-        isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
-    )
 
 
 def _mark(manifest: Manifest, faults: Sequence[tuple[Row, str]]) -> int:

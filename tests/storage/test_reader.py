@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import errno
 import multiprocessing
 import pickle
 import re
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ import numpy as np
 import pytest
 
 import storage
-from storage import Cache, Column, CorruptShard, Manifest, RecordMissing, Schema, StoreNotFound
+from storage import (
+    Cache,
+    Column,
+    CorruptShard,
+    Manifest,
+    RecordMissing,
+    Schema,
+    StoreNotFound,
+    read_record,
+)
 from storage.fingerprint import record_digest
 from tests.storage.small_store import OBJECTS, assert_same, digests_of, fill, objects, row
 
@@ -242,27 +252,42 @@ def test_join_drops_raises_or_masks_what_not_all_stages_have(store: Path) -> Non
         cache.join("objects", missing="ignore")  # type: ignore[arg-type]
 
 
-def test_a_lock_file_reads_the_snapshot_it_names(store: Path, tmp_path: Path) -> None:
-    cache = storage.open(store)
-    path = cache.lock(tmp_path / "checkpoints" / "best.lock.json")
-    within = Path(cache.lock())
-    named = json.loads(Path(path).read_text())
-    assert (named["url"], named["snapshot"], named["stages"]) == (str(store), cache.snapshot, ["caption", "objects"])
-    fill(store, {"scene0003": objects(9, seed=99)})
-    for lock in (path, within):
-        locked = storage.open(lock=lock)
-        assert locked.snapshot == cache.snapshot
-        assert_same(locked["objects"]["scene0003"], objects(3, seed=3))
-    assert {p.parent for p in (store / "locks").iterdir()} == {within.parent}
-    assert len(list((store / "locks").iterdir())) == 2
+@pytest.mark.parametrize("format", ["parquet", "hdf5"])
+def test_a_record_without_elements_is_fit_for_torch(tmp_path: Path, format: str) -> None:
+    torch = pytest.importorskip("torch")
+    columns = {
+        "feature": Column((64,), "float16"), "box": Column((7,), "float32"), "label": Column((), "int16"),
+        "seen": Column((3,), "bool"),
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    records = {f"{i}": {n: rng.random((i % 3, *c.dims)).astype(c.dtype) for n, c in columns.items()} for i in range(12)}
+    rows = fill(tmp_path, records, schema=Schema(columns, "object", format))  # type: ignore[arg-type]
+    opened = storage.open(tmp_path)["objects"]
+    for _ in range(2):
+        for key in (*records, *records):  # by the index, after the first few
+            for found in (opened[key], read_record(tmp_path, rows[key])):
+                for name, values in found.items():
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore")  # that the array is read-only
+                        np.testing.assert_array_equal(torch.from_numpy(values).numpy(), records[key][name])
 
 
-def test_a_lock_of_another_store_is_refused(store: Path, tmp_path: Path) -> None:
-    path = storage.open(store).lock(tmp_path / "lock.json")
-    for _ in range(5):
-        fill(tmp_path / "other", {"a": objects(1)})
-    with pytest.raises(StoreNotFound, match="lock.json is of another store"):
-        storage.open(tmp_path / "other", lock=path)
+def test_a_selection_of_no_columns_is_refused(store: Path) -> None:
+    with pytest.raises(TypeError, match="names of columns; objects has feature, box, name"):
+        storage.open(store)["objects"].select()
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), OSError(errno.EMFILE, "too many")])
+def test_a_shard_that_cannot_be_read_here_is_not_called_corrupt(
+    store: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    def fail(path: str) -> None:
+        raise error
+
+    monkeypatch.setattr(storage.parquet, "map_file", fail)
+    with pytest.raises(type(error)) as raised:
+        storage.open(store)["objects"]["scene0003"]
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -381,30 +406,6 @@ def test_a_cache_says_what_it_is(store: Path) -> None:
     assert isinstance(cache, Cache)
     assert repr(cache) == f"Cache('{store}', snapshot={cache.snapshot}, stages=['caption', 'objects'])"
     assert repr(cache["objects"]) == f"Records('objects', all columns, snapshot={cache.snapshot})"
-
-
-def test_a_snapshot_beside_a_lock_must_be_the_one_it_names(store: Path, tmp_path: Path) -> None:
-    cache = storage.open(store)
-    path = cache.lock(tmp_path / "run.lock.json")
-    assert storage.open(store, snapshot=cache.snapshot, lock=path).snapshot == cache.snapshot
-    with pytest.raises(ValueError, match=f"snapshot=2, but .*run.lock.json names snapshot {cache.snapshot}"):
-        storage.open(store, snapshot=2, lock=path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["{}", "[]", "3", "", "{", "\xff", '{"url": "x", "snapshot": "2", "manifest": "m"}', '{"url": "x", "snapshot": 2}'],
-)
-def test_what_is_no_lock_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    (tmp_path / "odd.json").write_text(text, encoding="latin1")
-    with pytest.raises(StoreNotFound, match=r"odd\.json is no lock file"):
-        storage.open(lock=tmp_path / "odd.json")
-
-
-def test_a_lock_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(StoreNotFound, match=f"can't read the lock file {re.escape(str(path))}: "):
-            storage.open(lock=path)
 
 
 @pytest.mark.parametrize("snapshot", [-1, -2, 77, 1 << 63, 1 << 70])
