@@ -27,7 +27,7 @@ class NoArray:
         ([FEATURE], "where: list in place of a record"),
         ({"feature": [[1.0], [1.0, 2.0]], "tags": [[1], [2]]}, "'feature' is a list that gives no array"),
         ({"feature": NoArray(), "tags": [[1], [2]]}, "'feature' is a NoArray .*tensor to numpy. Use Tensor.cpu()"),
-        ({"feature": FEATURE, "tags": [NoArray(), [2]]}, "'tags' is a NoArray that gives no array"),
+        ({"feature": FEATURE, "tags": [NoArray(), [2]]}, "'tags' is a list that gives no array: .*Use Tensor.cpu"),
         ({"feature": FEATURE, "tags": [[[1], [2, 3]], [2]]}, "'tags' is a list that gives no array"),
     ],
 )
