@@ -81,7 +81,7 @@ class Ours:
             writer.add(Row("objects", f"scene{i:06}", b"benchmark", b"", "benchmark", "ok"), {"feature": record})
         Manifest(folder).commit(writer.flush())
         self.records = storage.open(folder)["objects"].select("feature")
-        self.keys = [f"scene{i:06}" for i in range(len(records))]
+        self.keys = list(self.records)  # sorted, so in the order of the records
 
     def reader(self) -> Read:
         records, keys = self.records, self.keys

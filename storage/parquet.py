@@ -1,6 +1,6 @@
 """Parquet shards: tables that any Parquet tool reads, laid out so that numpy can map them.
 
-A shard has row groups of about 4 MiB, which end between records. Without compression each column of a group is one page
+A shard has row groups of about 8 MiB, which end between records. Without compression each column of a group is one page
 of PLAIN values without nulls. The values of such a column are the last bytes of its chunk: they start at
 data_page_offset + total_compressed_size - nbytes. `write` proves it. (Shards of one large group, which earlier versions
 wrote, are read in the same way.)
@@ -41,9 +41,7 @@ SUFFIX = ".parquet"
 MAX_BYTES = 1 << 30  # of one shard: a page's size is a signed 32-bit number
 _TEXT: dict[str, type] = {"string": str, "bytes": bytes}
 _SMALL = 32  # values per element up to which a column keeps its numbers visible to other tools
-_GROUP_BYTES = (
-    4 << 20
-)  # values of a row group: little enough that Arrow's buffers are used again, and stay in the cache
+_GROUP_BYTES = 8 << 20  # values of a row group: little enough that Arrow's buffers are used again and stay in the cache
 
 
 def engine() -> str:
