@@ -29,7 +29,7 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from storage.delta_log import File, look, open_table, transact
 from storage.errors import StoreNotFound
-from storage.files import Folder, check_item, check_stage, storable, sync, unwritable
+from storage.files import Folder, check_item, check_stage, plain, storable, sync, unwritable
 from storage.fingerprint import recipe_id
 
 
@@ -332,7 +332,15 @@ class Manifest:
             options["filters"] = pc.field("item") == item
         if self.folder.local is None:
             options["filesystem"] = self.folder.fs
-        tables = [pq.read_table(self.folder.path(f"manifest/{file.path}"), **options) for file in files]
+        tables = []
+        for file in files:
+            try:
+                tables.append(pq.read_table(self.folder.path(f"manifest/{file.path}"), **options))
+            except (FileNotFoundError, pa.ArrowInvalid) as error:
+                raise StoreNotFound(
+                    f"{self.folder.url}: snapshot {self.snapshot} needs manifest/{file.path}, which is gone or "
+                    f"damaged: {plain(error)}. Put it back, or open an older snapshot, which may do without"
+                ) from error
         if not tables:
             return schema.empty_table()
         return pa.concat_tables([table.cast(schema) for table in tables]).unify_dictionaries()

@@ -312,3 +312,15 @@ def test_a_forked_process_reads_and_is_told_that_it_cannot_commit(tmp_path: Path
 def test_a_file_url_is_the_same_store(tmp_path: Path) -> None:
     Manifest(f"file://{tmp_path}").commit([row("a")])
     assert newest(Manifest(tmp_path), "status") == {"a": "ok"}
+
+
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_a_lost_file_of_the_manifest_is_named_with_what_to_do(tmp_path: Path, damage: str) -> None:
+    fill(tmp_path, {"a": objects(2)})
+    before = Manifest(tmp_path).snapshot
+    fill(tmp_path, {"b": objects(2)})
+    newest_file = max((tmp_path / "manifest" / "stage=objects").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    newest_file.unlink() if damage == "gone" else newest_file.write_bytes(b"PAR1")
+    with pytest.raises(StoreNotFound, match=rf"snapshot {before + 1} needs manifest/.*{newest_file.name}, .*{damage}"):
+        Manifest(tmp_path).rows("objects")
+    assert Manifest(tmp_path, before).rows("objects")["item"].to_pylist() == ["a"]
