@@ -1,9 +1,9 @@
 """Parquet shards: tables that any Parquet tool reads, laid out so that numpy can map them.
 
-A shard has row groups of about 8 MiB, which end between records. Without compression each column of a group is one page
-of PLAIN values without nulls. The values of such a column are the last bytes of its chunk: they start at
-data_page_offset + total_compressed_size - nbytes. `write` proves it. (Shards of one large group, which earlier versions
-wrote, are read in the same way.)
+A shard has row groups of about 8 MiB (4 where it is compressed), which end between records. Without compression each
+column of a group is one page of PLAIN values without nulls. The values of such a column are the last bytes of its
+chunk: they start at data_page_offset + total_compressed_size - nbytes. `write` proves it. (Shards of one large group,
+which earlier versions wrote, are read in the same way.)
 
 | column | Arrow type in the file | how it is read |
 | --- | --- | --- |
@@ -42,11 +42,12 @@ MAX_BYTES = 1 << 30  # of one shard: a page's size is a signed 32-bit number
 _TEXT: dict[str, type] = {"string": str, "bytes": bytes}
 _SMALL = 32  # values per element up to which a column keeps its numbers visible to other tools
 _GROUP_BYTES = 8 << 20  # values of a row group: little enough that Arrow's buffers are used again and stay in the cache
+_COMPRESSED_GROUP_BYTES = 4 << 20  # where it is compressed: for one key a whole group is decoded
 
 
 def engine() -> str:
     """What decides the bytes of a file besides its content."""
-    return f"pyarrow {pa.__version__} groups {_GROUP_BYTES}"
+    return f"pyarrow {pa.__version__} groups {_GROUP_BYTES} {_COMPRESSED_GROUP_BYTES}"
 
 
 def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Record]) -> bool:
@@ -63,7 +64,7 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
         CorruptShard: what was read back is not what was written.
     """
     counts = [schema.rows(record) for record in records]
-    stops = _stops(counts, records)
+    stops = _stops(counts, records, _COMPRESSED_GROUP_BYTES if schema.compress else _GROUP_BYTES)
     dictionary = pa.DictionaryArray.from_arrays(
         np.repeat(np.arange(len(keys), dtype=np.int32), counts), pa.array(keys, pa.string())
     )
@@ -98,13 +99,13 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
     return True
 
 
-def _stops(counts: Sequence[int], records: Sequence[Record]) -> list[int]:
+def _stops(counts: Sequence[int], records: Sequence[Record], group_bytes: int) -> list[int]:
     """Where the row groups end: between records, the last row + 1 of each group."""
     stops, rows, size = [], 0, 0
     for count, record in zip(counts, records, strict=True):
         rows += count
         size += sum(array.nbytes for array in record.values())
-        if size >= _GROUP_BYTES:
+        if size >= group_bytes:
             stops.append(rows)
             size = 0
     return stops if rows == (stops[-1] if stops else 0) else [*stops, rows]

@@ -23,6 +23,7 @@ def small_groups() -> Iterator[None]:
     """Row groups that end after 1000 bytes, so that small shards have many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parquet, "_GROUP_BYTES", 1000)
+        patch.setattr(parquet, "_COMPRESSED_GROUP_BYTES", 1000)
         yield
 
 

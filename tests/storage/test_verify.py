@@ -123,7 +123,8 @@ def test_no_damage_anywhere_in_a_file_is_missed_or_ends_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str, compress: bool
 ) -> None:
     """Where a damaged byte changes no record (padding, statistics) there is no fault, else it is the right one."""
-    monkeypatch.setattr(storage.parquet, "_GROUP_BYTES", 500)  # a group for each record
+    for name in ("_GROUP_BYTES", "_COMPRESSED_GROUP_BYTES"):
+        monkeypatch.setattr(storage.parquet, name, 500)  # a group for each record
     schema = Schema(OBJECTS.columns, "object", format, compress)  # type: ignore[arg-type]
     given = {"a": objects(5), "b": objects(3, seed=1)}
     fill(tmp_path, given, schema=schema)
