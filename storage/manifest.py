@@ -79,6 +79,12 @@ class Row:
         if self.status not in ("ok", "empty", "failed", "corrupt"):
             raise ValueError(f"status {self.status!r} of {self.stage} {self.item!r}: use ok, empty, failed or corrupt")
 
+    def placed(self, **where: Any) -> Row:
+        """The row with what is known once its record is in a shard; `replace` would check again what is checked."""
+        row = object.__new__(Row)
+        row.__dict__.update(self.__dict__, **where)
+        return row
+
 
 _ARROW = {"str": pa.string(), "bytes": pa.binary(), "int": pa.int64(), "bool": pa.bool_(), "float": pa.float64()}
 ROW_SCHEMA = pa.schema([(f.name, _ARROW[str(f.type)]) for f in fields(Row)])

@@ -130,7 +130,9 @@ class Schema:
         checked: Record = {}
         count: int | None = None
         for name, column in self.columns.items():
-            array = _array(record[name], object if column.numpy.hasobject else None, f"{where}: '{name}'")
+            array = record[name]
+            if type(array) is not np.ndarray or column.numpy.hasobject:
+                array = _array(array, object if column.numpy.hasobject else None, f"{where}: '{name}'")
             if array.dtype != column.numpy:
                 raise SchemaError(f"{where}: '{name}' is {array.dtype}, the schema says {column.dtype}")
             dims = () if column.numpy.hasobject and None in column.dims else column.dims
@@ -145,7 +147,9 @@ class Schema:
                     raise SchemaError(
                         f"{where}: '{name}' has {len(array)} {self.element}s, the columns before it {count}"
                     )
-            checked[name] = _stored(column, self.format, array, f"{where}: '{name}'")
+            if not column.fixed or not array.flags.c_contiguous:  # else it is stored as it is
+                array = _stored(column, self.format, array, f"{where}: '{name}'")
+            checked[name] = array
         return checked
 
     def to_json(self) -> dict[str, Any]:

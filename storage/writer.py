@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -167,9 +166,12 @@ class ShardWriter:
         first, done = 0, []
         for row, record, size, digest in zip(rows, records, sizes, digests, strict=True):
             elements = self.schema.rows(record)
-            where: dict[str, Any] = {"shard": shard, "first_row": first, "rows": elements, "shard_bytes": shard_bytes}
-            status = "ok" if elements else "empty"
-            done.append(replace(row, status=status, digest=digest, bytes=size, mapped=mapped, **where))
+            done.append(
+                row.placed(
+                    status="ok" if elements else "empty", shard=shard, first_row=first, rows=elements, digest=digest,
+                    bytes=size, shard_bytes=shard_bytes, mapped=mapped,
+                )
+            )  # fmt: skip
             first += elements
         return done
 
