@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -120,14 +120,14 @@ class ShardWriter:
         if self._writing is None:
             return
         batch, shards = self._writing
+        wait((shards,))  # what interrupts this leaves the shard being written
+        self._writing = None
         try:
             self._written += shards.result()
         except Exception:
             self._batch = batch + self._batch
             self.pending += sum(size for _, _, size in batch)
-            self._writing = None
             raise
-        self._writing = None
 
     def _write_all(self, batch: list[tuple[Row, Record, int]]) -> list[Row]:
         done: list[Row] = []

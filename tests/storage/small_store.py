@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -69,6 +70,20 @@ def commit_again_and_again(urls: list[str], together: Any, process: int, commits
         together.wait()
         for attempt in range(1, commits + 1):
             Manifest(url).commit([row(f"process {process}", attempts=attempt), row("shared", run=f"{process}")])
+
+
+def make_at_once(urls: list[str], processes: int, commits: int) -> None:
+    """`commit_again_and_again` in several processes; all end well."""
+    spawn = multiprocessing.get_context("spawn")
+    together = spawn.Barrier(processes, timeout=30)
+    started = [
+        spawn.Process(target=commit_again_and_again, args=(urls, together, i, commits)) for i in range(processes)
+    ]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * processes
 
 
 def killed_before_commit(url: str) -> None:

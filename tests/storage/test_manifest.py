@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import storage.delta_log
 import storage.manifest
 from storage import Manifest, Row, StoreNotFound, StoreUnwritable
-from tests.storage.small_store import commit_again_and_again, fill, forked, objects, row
+from tests.storage.small_store import fill, forked, make_at_once, objects, row
 
 
 def newest(manifest: Manifest, column: str, stage: str = "objects") -> dict[str, Any]:
@@ -40,14 +40,8 @@ def before_the_next_transaction(monkeypatch: pytest.MonkeyPatch, action: Callabl
 
 
 def test_rows_of_four_processes_that_make_stores_at_once_are_all_there(tmp_path: Path) -> None:
-    spawn, stores = multiprocessing.get_context("spawn"), [tmp_path / str(i) for i in range(6)]
-    arguments = ([str(store) for store in stores], spawn.Barrier(4, timeout=30))
-    processes = [spawn.Process(target=commit_again_and_again, args=(*arguments, i, 3)) for i in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
+    stores = [tmp_path / str(i) for i in range(6)]
+    make_at_once([str(store) for store in stores], processes=4, commits=3)
     for manifest in map(Manifest, stores):
         assert manifest.rows("objects").num_rows == 24
         assert newest(manifest, "attempts") == {f"process {i}": 3 for i in range(4)} | {"shared": 1}

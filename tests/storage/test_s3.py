@@ -14,7 +14,7 @@ import pytest
 import storage
 from storage import Manifest, RecordMissing, Schema, ShardWriter, StoreNotFound
 from storage.verify import gc, verify
-from tests.storage.small_store import OBJECTS, assert_same, commit_again_and_again, digests_of, fill, objects, row
+from tests.storage.small_store import OBJECTS, assert_same, digests_of, fill, make_at_once, objects, row
 
 pytest.importorskip("moto", reason="moto is not installed: no S3 server to test with")
 pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -78,14 +78,8 @@ def test_a_shard_that_was_not_committed_is_found_and_removed(bucket: str) -> Non
 
 
 def test_processes_that_make_stores_at_once_lose_no_row(bucket: str) -> None:
-    spawn, urls = multiprocessing.get_context("spawn"), [f"{bucket}/shared{i}" for i in range(3)]
-    arguments = (urls, spawn.Barrier(3, timeout=30))
-    processes = [spawn.Process(target=commit_again_and_again, args=(*arguments, i, 2)) for i in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 3
+    urls = [f"{bucket}/shared{i}" for i in range(3)]
+    make_at_once(urls, processes=3, commits=2)
     for url in urls:
         assert Manifest(url).rows("objects").num_rows == 12
         assert Manifest(url, 0).id == Manifest(url).id
