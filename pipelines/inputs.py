@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from pipelines.errors import JobError
@@ -92,7 +93,19 @@ def digest_item(source: Source, key: str, kinds: Sequence[str], cache: StatCache
         paths = [os.path.abspath(path) for path in source.files(key, kind)]
         digests = (cache or StatCache()).digest(paths)
         found.append(_joined([digests[path] for path in paths], source.facts(key, kind)) or bytes(16))
-    return found[0] if len(found) == 1 else hashlib.sha256(b"".join(found)).digest()[:16]
+    return combined(np.frombuffer(b"".join(found), np.uint8).reshape(1, -1, 16)).tobytes()
+
+
+def combined(raw: np.ndarray) -> np.ndarray:
+    """One digest (item, 16) of the raw inputs (item, kind, 16), all uint8."""
+    n, kinds, _ = raw.shape
+    if kinds == 0:
+        return np.zeros((n, 16), np.uint8)
+    if kinds == 1:
+        return np.ascontiguousarray(raw[:, 0])
+    flat = raw.tobytes()
+    whole = b"".join([hashlib.sha256(flat[i : i + 16 * kinds]).digest()[:16] for i in range(0, len(flat), 16 * kinds)])
+    return np.frombuffer(whole, np.uint8).reshape(-1, 16)
 
 
 def missing_files(source: Source, kinds: Iterable[str], keys: Iterable[str] | None = None) -> dict[str, list[Path]]:

@@ -7,7 +7,6 @@ one stage at a time. `StagePlan.decide` finishes it for an item whose upstream r
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import pyarrow.compute as pc
 
 from pipelines.columns import as_bytes, codes, find
 from pipelines.errors import JobError
-from pipelines.inputs import Digests
+from pipelines.inputs import Digests, combined
 from pipelines.judge import History, Work, judge
 from pipelines.stage import Job, Stage, Table
 from pipelines.stage_plan import ACTIONS, NO_PARENT, Decision, Options, PlanLine, StagePlan, entries, recipe_of
@@ -145,7 +144,7 @@ def _stage_work(stage: Stage, digests: Digests, done: Mapping[str, StagePlan], w
             parts[:, i] = as_bytes(digests.kinds[entry] if whole else digests.kinds[entry].take(pa.array(keep)))
     raw = [i for i, entry in enumerate(stage.of) if entry not in places]
     parents = pa.nulls(len(items), pa.string())
-    return Work(items, parents, feeds, parts, _combined(parts[:, raw]), known & ~failed, failed)
+    return Work(items, parents, feeds, parts, combined(parts[:, raw]), known & ~failed, failed)
 
 
 def _table_work(table: Table, done: Mapping[str, StagePlan], options: Options) -> Work:
@@ -177,15 +176,3 @@ def _outcome(plan: StagePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Per row of a planned stage: digest (16,) of the record that stands; it is final; it has failed."""
     action = codes(plan.table["action"])
     return as_bytes(plan.table["digest"]), action == ACTIONS.index("reuse"), action == ACTIONS.index("skip")
-
-
-def _combined(raw: np.ndarray) -> np.ndarray:
-    """One digest (item, 16) of the raw inputs (item, kind, 16)."""
-    n, kinds, _ = raw.shape
-    if kinds == 0:
-        return np.zeros((n, 16), np.uint8)
-    if kinds == 1:
-        return np.ascontiguousarray(raw[:, 0])
-    flat = raw.tobytes()
-    whole = b"".join([hashlib.sha256(flat[i : i + 16 * kinds]).digest()[:16] for i in range(0, len(flat), 16 * kinds)])
-    return np.frombuffer(whole, np.uint8).reshape(-1, 16)

@@ -17,8 +17,7 @@ import pytest
 from pipelines import inputs
 from pipelines.columns import as_bytes
 from pipelines.errors import JobError
-from pipelines.inputs import Digests, StatCache, digest_file, digest_inputs, digest_item
-from pipelines.plan import _combined
+from pipelines.inputs import Digests, StatCache, combined, digest_file, digest_inputs, digest_item
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def test_the_digest_of_one_item_is_that_of_the_plan(tmp_path: Path, cache: StatC
     for kinds in (["scan"], ["clip"], ["scan", "clip"], ["clip", "scan"]):
         digests = digest_inputs(source, ["scan", "clip"], cache)
         parts = np.stack([as_bytes(digests.kinds[kind]) for kind in kinds], 1)
-        for row, key in zip(_combined(parts), source.keys(), strict=True):
+        for row, key in zip(combined(parts), source.keys(), strict=True):
             assert digest_item(source, key, kinds, cache) == row.tobytes()
 
 
