@@ -41,6 +41,7 @@ CATEGORY_CLASSES = {
 
 _FORMAT = 1  # raise it when the tables of an index change
 _SETTLED_NS = 2_000_000_000
+_CONTENTS = "contents.json"  # digests of the files that had not settled when the index was built
 
 
 def _matrix(count: int) -> pa.DataType:
@@ -223,48 +224,65 @@ def open_index(
     used, the index is built in memory.
 
     Args:
-        files: what it is made from; known again by path, size, modification time and inode. A file changed within the
-            last `settle_ns` counts by its content as well, since the clock's grain could hide another change.
+        files: what it is made from; known again by path, size, modification time and inode. One that had changed
+            within the last `settle_ns` when the index was built is compared by content too, until it has settled,
+            since the clock's grain could hide another change.
         build: makes the tables.
         folder: of indexes; older ones of the same files are removed.
     """
     files = [Path(os.path.abspath(path)) for path in files]
     place = hashlib.sha256("\0".join(map(str, files)).encode()).hexdigest()[:16]
-    stamp = hashlib.sha256(f"{_FORMAT}".encode())
-    for path in files:
-        stamp.update(_identity(path, settle_ns))
-    home = folder / f"{place}-{stamp.hexdigest()[:16]}"
-    if (index := _mapped(home)) is not None:
+    stamp = hashlib.sha256("\0".join([str(_FORMAT), *map(_identity, files)]).encode()).hexdigest()[:16]
+    home = folder / f"{place}-{stamp}"
+    if (index := _mapped(home, settle_ns)) is not None:
         return index
     with _locked(folder / f"{place}.lock"):
-        if (index := _mapped(home)) is not None:
+        if (index := _mapped(home, settle_ns)) is not None:
             return index
+        contents = {str(path): _digest(path) for path in files if _is_fresh(path, settle_ns)}
         tables = build()
         try:
-            _save(tables, home)
+            _save(tables, contents, home)
         except OSError:
             return Index(tables)
         for old in folder.glob(f"{place}-*"):
             if old != home:
                 shutil.rmtree(old, ignore_errors=True)
-    return _mapped(home) or Index(tables)
+    return _mapped(home, settle_ns) or Index(tables)
 
 
-def _identity(path: Path, settle_ns: int) -> bytes:
+def _identity(path: Path) -> str:
     try:
         found = path.stat()
     except OSError:
-        return b"absent"
-    text = f"{found.st_size} {found.st_mtime_ns} {found.st_ino} ".encode()
-    if time.time_ns() - found.st_mtime_ns < settle_ns:
-        with path.open("rb") as file:
-            text += hashlib.file_digest(file, "sha256").digest()
-    return text
+        return "absent"
+    return f"{found.st_size} {found.st_mtime_ns} {found.st_ino}"
 
 
-def _mapped(home: Path) -> Index | None:
-    """The index in a folder; None where it is absent or damaged."""
+def _is_fresh(path: Path, settle_ns: int) -> bool:
     try:
+        return time.time_ns() - path.stat().st_mtime_ns < settle_ns
+    except OSError:
+        return False
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _mapped(home: Path, settle_ns: int) -> Index | None:
+    """The index in a folder; None where it is absent, damaged, or of other contents."""
+    contents = home / _CONTENTS
+    try:
+        if contents.exists():
+            digests: dict[str, str] = json.loads(contents.read_text())
+            settled = not any(_is_fresh(Path(path), settle_ns) for path in digests)
+            if any(_digest(Path(path)) != digest for path, digest in digests.items()):
+                return None
+            if settled:  # from here on a change shows in the modification time
+                with suppress(OSError):
+                    contents.unlink()
         return Index(
             {name: pa.ipc.open_file(pa.memory_map(str(home / f"{name}.arrow"))).read_all() for name in SCHEMAS}
         )
@@ -272,13 +290,15 @@ def _mapped(home: Path) -> Index | None:
         return None
 
 
-def _save(tables: Mapping[str, pa.Table], home: Path) -> None:
+def _save(tables: Mapping[str, pa.Table], contents: Mapping[str, str], home: Path) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=".", dir=home.parent))
     try:
         for name, table in tables.items():
             with pa.OSFile(str(temporary / f"{name}.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as out:
                 out.write_table(table.combine_chunks())  # one piece, so that columns map as one
-        shutil.rmtree(home, ignore_errors=True)  # a damaged one
+        if contents:
+            (temporary / _CONTENTS).write_text(json.dumps(contents))
+        shutil.rmtree(home, ignore_errors=True)  # a damaged one, or of other contents
         os.rename(temporary, home)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -97,6 +97,27 @@ def _build_and_count(root: Path) -> tuple[int, int]:
     return built, len(index.row)
 
 
+def test_tables_that_settle_keep_their_index(own_drive: Path, tmp_path: Path) -> None:
+    files = [own_drive / VERSION / f"{table}.json" for table in nuscenes_tables.TABLES]
+    tables = nuscenes_tables.build(own_drive / VERSION)
+    open_index(files, lambda: tables, tmp_path, settle_ns=10**15)
+    for settle_ns in (10**15, 0, 0):  # still fresh, settled now, and known to be
+        index = open_index(files, lambda: pytest.fail("built again"), tmp_path, settle_ns)
+        assert len(index.row) == 6
+    assert not list(tmp_path.glob("*/contents.json"))
+
+
+def test_content_counts_until_the_tables_have_settled(own_drive: Path, tmp_path: Path) -> None:
+    path = own_drive / VERSION / "sample_annotation.json"
+    files = [own_drive / VERSION / f"{table}.json" for table in nuscenes_tables.TABLES]
+    open_index(files, lambda: nuscenes_tables.build(own_drive / VERSION), tmp_path, settle_ns=10**15)
+    found = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'"num_lidar_pts": 3,', b'"num_lidar_pts": 4,'))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+    index = open_index(files, lambda: nuscenes_tables.build(own_drive / VERSION), tmp_path, settle_ns=0)
+    assert 4 in index.tables["object"]["lidar_points"].to_pylist()
+
+
 def test_a_changed_calibration_changes_only_its_own_items(own_drive: Path, tmp_path: Path) -> None:
     before = digests_of(own_drive, tmp_path)
     rows = read_table(own_drive / VERSION, "calibrated_sensor")
