@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 from pipelines.errors import RunnerError
 from pipelines.extraction import Failure, failure
-from pipelines.inputs import digest_item, missing_files
+from pipelines.inputs import digest_items, missing_files
 from pipelines.plan import Decision, Plan, StagePlan
 from pipelines.progress import Progress
 from pipelines.runners import Runner
@@ -69,6 +69,8 @@ class _StageState:
     def __init__(self, plan: StagePlan) -> None:
         self.plan = plan
         self.name = plan.name
+        stage = plan.stage
+        self.kinds = [e for e in entries(stage) if e not in plan.feeds] if isinstance(stage, Stage) else []  # raw input
         table = plan.table
         action = pc.cast(table["action"], pa.string()).to_numpy(zero_copy_only=False)
         unknown = table["fingerprint"].is_null().to_numpy(zero_copy_only=False) if len(table) else np.zeros(0, bool)
@@ -102,6 +104,9 @@ class _StageState:
         return bool(self.out or self.late or self.cursor < len(self.ready))
 
 
+_Outcome = tuple[_StageState | None, int, Row]  # a row, and whose outcome it is
+
+
 class _Execution:
     def __init__(self, job: Job, plan: Plan, url: str, max_failure_rate: float, runner: Runner) -> None:
         self.job = job
@@ -122,7 +127,7 @@ class _Execution:
                     self.readers[name].append(state)
                 else:
                     self.joined.add(name)
-        self.buffer: list[tuple[_StageState | None, int, Row]] = []  # rows to commit, and whose outcome each is
+        self.buffer: list[_Outcome] = []  # to be committed
         self.committed_at = time.monotonic()
         self.signal = 0
         self.error = ""
@@ -132,7 +137,7 @@ class _Execution:
         started = time.monotonic()
         with Progress({n: s.todo for n, s in self.states.items()}, stream) as self.progress, self._signals():
             for state in self.states.values():
-                if state.todo or len(state.plan.again):
+                if state.todo or len(state.plan.again) or state.plan.recipe_lost:
                     self.manifest.save_recipe(state.plan.recipe)
                 if len(state.plan.again):
                     self.manifest.commit_table(state.plan.again)
@@ -272,15 +277,35 @@ class _Execution:
         """A worker could not read files that the plan saw: their mount is gone, for a while or on its node."""
         if row.error_class not in _UNREADABLE and not row.error_text.startswith("[Errno "):
             return False
-        stage, source = state.plan.stage, self.job.source
-        kinds = [entry for entry in entries(stage) if entry not in state.plan.feeds]
-        if source is None or not isinstance(stage, Stage) or not kinds:
+        if self.job.source is None or not state.kinds:
             return False
         try:
-            gone = missing_files(source, kinds, [work.item])
-            return not gone or digest_item(source, work.item, kinds) != work.inputs
+            return not missing_files(self.job.source, state.kinds, [work.item])
         except Exception:  # the source can't say it: it may be gone itself
             return True
+
+    def _checked(self, batch: list[_Outcome]) -> list[_Outcome]:
+        """Rows to commit; one whose files are no longer those that the plan saw stands under no fingerprint."""
+        for state in self.states.values():
+            places = [p for p, (whose, _, row) in enumerate(batch) if whose is state and row.inputs != bytes(16)]
+            if self.job.source is None or not state.kinds or not places:
+                continue
+            rows = [batch[place][2] for place in places]
+            try:
+                now = digest_items(self.job.source, [row.item for row in rows], state.kinds)
+            except Exception:  # the source can't say it: it may be gone itself
+                now = np.zeros((len(rows), 16), np.uint8)
+            changed = [p for p, row, found in zip(places, rows, now, strict=True) if found.tobytes() != row.inputs]
+            for place in changed:
+                _, index, row = batch[place]
+                batch[place] = state, index, replace(row, fingerprint=bytes(16), inputs=bytes(16))
+            if changed:
+                others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+                self.progress.note(
+                    f"{state.name} {batch[changed[0]][2].item}{others}: "
+                    f"input changed while the run went on; the next run makes it again"
+                )
+        return batch
 
     def _mark_corrupt(self, row: Row, work: Work) -> Row:
         """Mark the record that could not be read, so that the next run makes it again, and then this item too.
@@ -330,7 +355,7 @@ class _Execution:
     def _commit(self) -> None:
         """Commit the rows that have come, then decide what waited for them; that may give more rows."""
         while self.buffer:
-            batch, self.buffer = self.buffer, []
+            batch, self.buffer = self._checked(self.buffer), []
             try:
                 self.manifest.commit([row for _, _, row in batch])
             except BaseException:

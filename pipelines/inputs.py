@@ -86,14 +86,18 @@ def digest_inputs(
     return Digests(pa.array(keys, pa.string()), columns)
 
 
-def digest_item(source: Source, key: str, kinds: Sequence[str], cache: StatCache | None = None) -> bytes:
-    """Digest of one item's inputs of some kinds together (16 bytes), as in a plan's column `inputs`."""
-    found = []
-    for kind in kinds:
-        paths = [os.path.abspath(path) for path in source.files(key, kind)]
-        digests = (cache or StatCache()).digest(paths)
-        found.append(_joined([digests[path] for path in paths], source.facts(key, kind)) or bytes(16))
-    return combined(np.frombuffer(b"".join(found), np.uint8).reshape(1, -1, 16)).tobytes()
+def digest_items(
+    source: Source, keys: Sequence[str], kinds: Sequence[str], cache: StatCache | None = None
+) -> np.ndarray:
+    """Digests (item, 16) uint8 of some items' inputs of some kinds together, as in a plan's column `inputs`."""
+    listed = [[[os.path.abspath(path) for path in source.files(key, kind)] for kind in kinds] for key in keys]
+    digests = (cache or StatCache()).digest(list({path for item in listed for paths in item for path in paths}))
+    raw = [
+        _joined([digests[path] for path in paths], source.facts(key, kind)) or bytes(16)
+        for key, item in zip(keys, listed, strict=True)
+        for kind, paths in zip(kinds, item, strict=True)
+    ]
+    return combined(np.frombuffer(b"".join(raw), np.uint8).reshape(len(keys), len(kinds), 16))
 
 
 def combined(raw: np.ndarray) -> np.ndarray:

@@ -205,6 +205,24 @@ def test_files_that_were_gone_while_the_run_lasted_are_tried_again_when_they_are
     assert counts(runs(chain), "numbers") == {"made": 12}
 
 
+def test_record_of_a_file_that_changed_while_the_run_lasted_never_stands_for_the_one_that_was_planned(runs, source):
+    chain = job(source, Stage(Numbers()), Stage(Sums()), Stage(Both()))
+    planned, path = runs.plan(chain), source.root / "item 03.txt"
+    before = path.read_text()
+    path.write_text("other")
+    said = io.StringIO()
+    assert counts(execute(chain, planned, runs.url, LocalRunner(), stream=said), "numbers") == {"made": 12}
+    assert "numbers item 03: input changed while the run went on; the next run makes it again" in said.getvalue()
+    other = runs.digests("numbers")["item 03"]
+    path.write_text(before)
+    again = runs(chain)
+    assert [counts(again, s) for s in ("numbers", "sums", "both")] == [{"reused": 11, "made": 1}] * 3
+    assert runs.digests("numbers")["item 03"] != other
+    path.write_text("other")
+    runs(chain)
+    assert runs.digests("numbers")["item 03"] == other
+
+
 def test_file_that_a_worker_alone_could_not_reach_is_tried_again_and_one_that_is_missing_is_not(runs, source):
     (source.root / "item 03.txt").write_text("stale")
     lists = Listed(source.root, ("item 03", "item 04", "never there"))

@@ -17,7 +17,7 @@ import pytest
 from pipelines import inputs
 from pipelines.columns import as_bytes
 from pipelines.errors import JobError
-from pipelines.inputs import Digests, StatCache, combined, digest_file, digest_inputs, digest_item
+from pipelines.inputs import Digests, StatCache, combined, digest_file, digest_inputs, digest_items
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def test_the_digest_of_one_item_is_that_of_the_plan(tmp_path: Path, cache: StatC
         digests = digest_inputs(source, ["scan", "clip"], cache)
         parts = np.stack([as_bytes(digests.kinds[kind]) for kind in kinds], 1)
         for row, key in zip(combined(parts), source.keys(), strict=True):
-            assert digest_item(source, key, kinds, cache) == row.tobytes()
+            assert digest_items(source, [key], kinds, cache)[0].tobytes() == row.tobytes()
 
 
 def test_order_and_borders_of_files_count(tmp_path: Path, cache: StatCache) -> None:
