@@ -6,11 +6,12 @@
     |   +-- DecodeError                     a decoder gave up on the data
     |   +-- NoFaces, NoColors               a mesh lacks what this stage needs
     +-- WeightsError (ValueError)           a checkpoint is not what this network needs; stops the stage
+    +-- WeightsChanged                      a checkpoint was replaced while the run went on; stops the stage
     +-- ChildDied (RuntimeError)            a helper process crashed
     |   +-- DeadlineExceeded, MemoryCapExceeded
     +-- MissingPackage (ImportError)        an optional package is not installed
 
-An InputError concerns one item: it is recorded and the job goes on. A WeightsError or
+An InputError concerns one item: it is recorded and the job goes on. A WeightsError, WeightsChanged or
 MissingPackage concerns every item of the stage: the stage stops with it at once.
 """
 
@@ -57,6 +58,10 @@ class NoColors(InputError):
 
 class WeightsError(ExtractError, ValueError):
     """A checkpoint does not fit the network, or can't be read safely."""
+
+
+class WeightsChanged(ExtractError):
+    """A checkpoint is no longer the file that the plan saw."""
 
 
 class ChildDied(ExtractError, RuntimeError):

@@ -200,7 +200,10 @@ class _Execution:
         except Exception as error:
             self._stop_stage(state, failure(error))
             return None
-        return StageTask(stage, self.job.source, self.url, state.plan.recipe_id, schemas, self.run_id)
+        plan = state.plan
+        return StageTask(
+            stage, self.job.source, self.url, plan.recipe_id, schemas, self.run_id, plan.recipe["weights"]
+        )  # fmt: skip
 
     def _feed(self, state: _StageState) -> None:
         """Give the runner as much of a stage as it takes, unless a stage behind it lags."""

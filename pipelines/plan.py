@@ -158,7 +158,7 @@ def _table_work(table: Table, done: Mapping[str, StagePlan], options: Options) -
         raise JobError(f"table {table.name}: key {twice.field('values')[0].as_py()!r} is given to several rows")
     parents = pa.array([parent or None for _, _, parent in rows], pa.string())
     parts = np.zeros((len(rows), 1 + len(feeds), 16), np.uint8)
-    own = b"".join([digest[:16].ljust(16, b"\0") for _, digest, _ in rows])
+    own = b"".join([row_digest(digest) for _, digest, _ in rows])
     parts[:, 0] = np.frombuffer(own, np.uint8).reshape(-1, 16)
     known = np.ones(len(rows), bool)
     if feeds:
@@ -170,6 +170,11 @@ def _table_work(table: Table, done: Mapping[str, StagePlan], options: Options) -
         parts[joined, 1] = digest[place[joined]]
         known[joined] = final[place[joined]]
     return Work(items, parents, feeds, parts, parts[:, 0].copy(), known, np.zeros(len(rows), bool))
+
+
+def row_digest(digest: bytes) -> bytes:
+    """What a table says of a row's content, in the 16 bytes of a plan's column `inputs`."""
+    return digest[:16].ljust(16, b"\0")
 
 
 def _outcome(plan: StagePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipelines.extraction import Failure
+from pipelines.plan import row_digest
 from pipelines.stage import Table
 from pipelines.worker import Work, failed_row, new_row
 from storage.manifest import Row
@@ -26,7 +28,12 @@ def build_table(table: Table, url: str, recipe: str, works: Sequence[Work], run:
     Raises:
         CacheError: the store can't be written, or a record does not fit the table's schema.
     """
-    left = {work.item: work for work in works}
+    planned = {work.item: work for work in works}
+    now = {item: row_digest(digest) for item, digest, _ in table.items() if item in planned}
+    left = {
+        item: work if now.get(item) == work.inputs else replace(work, fingerprint=bytes(16), inputs=bytes(16))
+        for item, work in planned.items()
+    }  # a row that has changed since the plan stands under no fingerprint
     writer = ShardWriter(url, table.name, table.schema)
     for item, record in table.build(set(left), _parents(table, url)):
         writer.add(new_row(table.name, recipe, run, left.pop(item)), record)

@@ -42,6 +42,7 @@ class StageTask:
     Attributes:
         url: the store.
         recipe: recipe id, already saved in the store.
+        weights: what the recipe says of the weights.
         upstream: names of the earlier stages it reads -> their schemas, in the order of `stage.of`.
         run: id of the run, for the rows.
     """
@@ -52,6 +53,7 @@ class StageTask:
     recipe: str
     upstream: Mapping[str, Schema] = field(default_factory=dict)
     run: str = ""
+    weights: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -100,7 +102,7 @@ class StageWorker:
 
     def __init__(self, task: StageTask, device: str = "cpu", target_bytes: int | None = None) -> None:
         self.task = task
-        self._extraction = extraction(task.stage.extractor, device)
+        self._extraction = extraction(task.stage.extractor, device, task.weights)
         sizes = {} if target_bytes is None else {"target_bytes": target_bytes}
         self._writer = ShardWriter(task.url, task.name, task.stage.extractor.schema, **sizes)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from extractors.base import Extractor, seed_for
+from extractors.base import Extractor, Weights, seed_for
 from extractors.errors import InvalidValues, MissingFile, MissingPackage, WeightsError
 from storage.schema import Column, Record, Schema
 
@@ -183,6 +183,24 @@ class NoWeights(Numbers):
         if self.package:
             raise MissingPackage("numbers need 'nothing': pip install nothing")
         raise WeightsError("votes.pt: no key 'conv.weight'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted(Numbers):
+    """Scaled by a number in a file."""
+
+    weights: Weights
+
+    def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
+        scaled = Numbers(scale=float(self.weights.path.read_text()))  # half a file is no number
+        return lambda batch: [scaled.one(key, text) for key, text in batch]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedWeighted(Weighted):
+    """The same in a helper process."""
+
+    deadline_s: ClassVar[float | None] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)

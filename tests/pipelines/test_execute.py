@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from extractors.base import Weights
 from pipelines.execute import execute
 from pipelines.runners.local import LocalRunner
 from pipelines.stage import Stage
@@ -19,6 +20,7 @@ from tests.pipelines.fakes import (
     Folder,
     Hosted,
     HostedQuits,
+    HostedWeighted,
     Listed,
     NoList,
     NoSchema,
@@ -27,6 +29,7 @@ from tests.pipelines.fakes import (
     Questions,
     Quits,
     Sums,
+    Weighted,
 )
 from tests.pipelines.running import Runs, counts, job
 
@@ -260,6 +263,31 @@ def test_wrong_weights_stop_the_stage_and_name_its_items(runs, source):
     assert {row["error_class"] for row in runs.rows("numbers").values()} == {"WeightsError"}
 
 
+@pytest.mark.parametrize(
+    ("extractor", "replaced"), [(Weighted, "3.0"), (HostedWeighted, "3.0"), (Weighted, "half a file")]
+)
+def test_weights_that_were_replaced_since_the_plan_stop_the_stage_and_count_as_new_ones_next_time(
+    runs, source, tmp_path, extractor, replaced
+):
+    path = tmp_path / "latest.txt"
+    path.write_text("2.0")
+    chain = job(source, Stage(extractor(weights=Weights(str(path)))))
+    planned = runs.plan(chain)
+    path.write_text(replaced)
+    summary = execute(chain, planned, runs.url, LocalRunner(), stream=io.StringIO())
+    assert counts(summary, "numbers") == {"left": 12}
+    assert summary.stages[0].stopped.startswith(f"WeightsChanged: weights: {path} was replaced while the run went on")
+    assert summary.exit_code == 1
+    path.write_text("3.0")
+    assert counts(runs(chain), "numbers") == {"made": 12}
+    made = runs.digests("numbers")
+    path.write_text("2.0")
+    assert counts(runs(chain), "numbers") == {"made": 12}
+    path.write_text("3.0")
+    assert counts(runs(chain), "numbers") == {"reused": 12}
+    assert runs.digests("numbers") == made
+
+
 def test_records_hidden_by_wrong_weights_stand_again_at_once_with_the_old_ones(runs, source):
     runs(job(source, Stage(Numbers())))
     before = runs.digests("numbers")
@@ -339,6 +367,19 @@ def test_table_joins_what_was_just_computed_and_what_has_no_record(runs, source)
     assert counts(runs(chain), "questions") == {"reused": 24}
     (source.root / "item 04.txt").write_text("none")
     assert counts(runs(chain), "questions") == {"reused": 22, "made": 2}
+
+
+def test_row_of_a_table_that_changed_since_the_plan_is_made_again(runs, source):
+    table, salt = Questions(tuple(source.keys())), [b""]
+    items = [(key, digest, parent) for key, digest, parent in table.items()]
+    now = lambda: [(k, salt[0] + d if k == "item 03-1" else d, parent) for k, d, parent in items]  # noqa: E731
+    object.__setattr__(table, "items", now)
+    chain = job(source, Stage(Numbers()), tables=(table,))
+    planned = runs.plan(chain)
+    salt[0] = b"other"
+    execute(chain, planned, runs.url, LocalRunner(), stream=io.StringIO())
+    salt[0] = b""
+    assert counts(runs(chain), "questions") == {"reused": 23, "made": 1}
 
 
 def test_row_that_a_table_does_not_give_is_a_failure(runs, source):
