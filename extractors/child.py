@@ -166,8 +166,7 @@ class Child:
         process.stdin.close()
         until = time.monotonic() + 2.0
         while time.monotonic() < until:
-            # WNOWAIT keeps the zombie, so that its process group can't be another's when it is killed
-            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if _ended(process):
                 break
             time.sleep(0.005)
         self._kill()
@@ -224,10 +223,14 @@ class Child:
                             f"killed{self._last_words()}"
                         )
                     next_look = now + _POLL_S
-                wait = _POLL_S if self.memory_gb else 1.0
+                ended = _ended(process)  # its end of the pipes may live on in a process that it forked
+                wait = 0.0 if ended else _POLL_S if self.memory_gb else 1.0
                 if seconds is not None:
                     wait = min(wait, max(started + seconds - now, 0.0) + 0.001)
-                for key, _ in selector.select(wait):
+                ready = selector.select(wait)
+                if ended and not any(key.fd == stdout for key, _ in ready):
+                    raise self._died(stderr, what)
+                for key, _ in ready:
                     if key.fd == stderr:
                         if not self._read_stderr(stderr):
                             selector.unregister(stderr)
@@ -273,7 +276,7 @@ class Child:
         until = time.monotonic() + 1.0  # fd 1 may close a moment before the process is gone
         process = self._process
         assert process is not None
-        while not os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        while not _ended(process):
             if time.monotonic() > until:
                 break
             time.sleep(0.005)
@@ -430,6 +433,11 @@ def _kill(process: subprocess.Popen[bytes], temporary: str) -> None:
     for pipe in pipes:
         pipe.close()
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a helper is gone. It stays a zombie, so that its process group can't be another's when it is killed."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _exit_text(status: int) -> str:

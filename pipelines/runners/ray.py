@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipelines.errors import RunnerError
-from pipelines.extraction import Failure, Prepared
+from pipelines.extraction import Failure, Prepared, failure
 from pipelines.runners.ray_session import import_ray, start_ray
 from pipelines.worker import Report, StageTask, StageWorker, Work, device_for, failed_row, new_row
 from storage.manifest import Row
@@ -62,7 +62,7 @@ class _StageActor:
         try:
             prepared = self.worker.prepare(works)
         except Exception as error:  # what concerns one item is in its Prepared, so this concerns all
-            report.stopped = Failure(type(error).__name__, str(error))
+            report.stopped = failure(error)
         report.seconds = time.perf_counter() - start
         return report, prepared
 
