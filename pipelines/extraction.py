@@ -176,21 +176,6 @@ class Extraction:
         return {name: array.copy() for name, array in checked.items()}
 
 
-    def _own(self, item: str, result: Record | Failure) -> Record | Failure:
-        """The record in arrays of its own, or why it is none.
-
-        An extractor may fill the same arrays for the next batch, or give small views of large ones, while the writer
-        still collects; and a helper can send no arbitrary objects.
-        """
-        if isinstance(result, Failure):
-            return result
-        try:
-            checked = self.extractor.schema.check(result, item)
-        except SchemaError as error:
-            return failure(error)
-        return {name: array.copy() for name, array in checked.items()}
-
-
 class HostedExtraction(Extraction):
     """An extractor in a helper process (`pipelines.host`) under its deadline and memory cap.
 
