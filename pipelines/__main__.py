@@ -158,12 +158,14 @@ def verify(
     store: Store = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read every record and compare its digest.")] = False,
     mark: Annotated[bool, typer.Option(help="Mark what is damaged, so that the next run computes it again.")] = True,
+    snapshot: Annotated[int | None, typer.Option(help="Check this snapshot; the newest by default.")] = None,
+    lock: Annotated[Path | None, typer.Option(help="Check the snapshot that this lock file names.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check that every shard is there and whole. Exit code 3 if something is damaged."""
     from pipelines import cli_store
 
-    raise typer.Exit(cli_store.verify(store, deep, mark, as_json))
+    raise typer.Exit(cli_store.verify(store, deep, mark, snapshot, lock, as_json))
 
 
 @app.command()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _LISTED = 200  # failures that are printed for people; --json has all
+_WRITTEN_AGAIN = "Their records are whole; `scenecache run` of the job that made them writes them again."
 
 
 def open_store(url: str | None) -> storage.Cache:
@@ -57,6 +58,8 @@ def status(url: str | None, as_json: bool) -> None:
     ]
     title = f"{cache.url}, snapshot {cache.snapshot}"
     print_table(title, ("stage", "ok", "empty", "failed", "corrupt", "elements", "size", "recipes"), rows)
+    if lost := [f"{s['stage']} ({', '.join(s['recipes_lost'])})" for s in stages if s["recipes_lost"]]:
+        print(f"Recipes gone from the store: {'; '.join(lost)}. {_WRITTEN_AGAIN}")
     if untrained := [f"{s['stage']} ({', '.join(s['untrained'])})" for s in stages if s["untrained"]]:
         print(f"Weights without training: {'; '.join(untrained)}")
 
@@ -65,8 +68,8 @@ def _stage_status(cache: storage.Cache, name: str) -> dict[str, Any]:
     table = cache.manifest.latest(name, ["status", "rows", "bytes", "seconds", "recipe"])
     counts = {group["values"]: group["counts"] for group in pc.value_counts(table["status"]).to_pylist()}
     made = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
-    recipes = {id: cache.manifest.recipe(id) for id in pc.unique(made["recipe"]).to_pylist()}
-    weights = {weight for recipe in recipes.values() for weight in recipe.get("weights", {}).values()}
+    recipes = {id: _recipe(cache, id) for id in pc.unique(made["recipe"]).to_pylist()}
+    weights = {weight for recipe in recipes.values() if recipe for weight in recipe.get("weights", {}).values()}
     return {
         "stage": name,
         **{status: counts.get(status, 0) for status in ("ok", "empty", "failed", "corrupt")},
@@ -74,8 +77,17 @@ def _stage_status(cache: storage.Cache, name: str) -> dict[str, Any]:
         "bytes": pc.sum(made["bytes"]).as_py() or 0,
         "seconds": pc.sum(made["seconds"]).as_py() or 0.0,
         "recipes": len(recipes),
+        "recipes_lost": [id for id, recipe in recipes.items() if recipe is None],
         "untrained": sorted(weight for weight in weights if weight.startswith("untrained:")),
     }
+
+
+def _recipe(cache: storage.Cache, id: str) -> dict[str, Any] | None:
+    """The recipe of an id; None where its file is gone or damaged, which costs no record."""
+    try:
+        return cache.manifest.recipe(id)
+    except storage.StoreNotFound:
+        return None
 
 
 def failures(url: str | None, stages: Sequence[str] | None, as_json: bool) -> None:
@@ -114,7 +126,7 @@ def show(url: str | None, stage: str, item: str, as_json: bool) -> None:
     cache = open_store(url)
     records = cache[stage]
     row = records.row(item)
-    recipe = cache.manifest.recipe(row.recipe)
+    recipe = _recipe(cache, row.recipe)
     about = {
         "stage": stage, "item": item, "status": row.status, "shard": row.shard, "first_row": row.first_row,
         "rows": row.rows, "bytes": row.bytes, "seconds": row.seconds, "attempts": row.attempts, "run": row.run,
@@ -138,10 +150,12 @@ def show(url: str | None, stage: str, item: str, as_json: bool) -> None:
     print(f"{stage} {item}: {row.status}, {row.rows} rows, {size(row.bytes)}, {row.shard or 'no shard'}")
     if row.error_class:
         print(f"{row.error_class}: {row.error_text}")
-    # Who writes a store without a job may have said less.
-    given = {**recipe.get("settings", {}), **recipe.get("weights", {})}
-    settings = ", ".join(f"{name}={value}" for name, value in given.items())
-    print(f"{recipe.get('extractor', 'recipe')} version {recipe.get('version', '?')}: {settings or 'no settings'}")
+    if recipe is None:
+        print(f"recipe {row.recipe} is gone from the store or damaged: a run of the job that made it writes it again")
+    else:  # who writes a store without a job may have said less
+        given = {**recipe.get("settings", {}), **recipe.get("weights", {})}
+        settings = ", ".join(f"{name}={value}" for name, value in given.items())
+        print(f"{recipe.get('extractor', 'recipe')} version {recipe.get('version', '?')}: {settings or 'no settings'}")
     if columns:
         unit = [" ".join(filter(None, [c["unit"], c["frame"] and f"({c['frame']})"])) for c in columns]
         rows = [
@@ -169,24 +183,39 @@ def _range(array: np.ndarray) -> dict[str, Any]:
     return {"sample": text, "min": low, "max": high, "finite": int(finite.size)}
 
 
-def verify(url: str | None, deep: bool, mark: bool, as_json: bool) -> int:
+def verify(url: str | None, deep: bool, mark: bool, snapshot: int | None, lock: Path | None, as_json: bool) -> int:
     """Check a store and print what is damaged; returns the exit code."""
     from storage.verify import verify as check
 
+    if lock is not None:
+        if snapshot is not None:
+            raise JobError("--snapshot and --lock: a lock file names a snapshot, so give one of the two")
+        pinned = storage.open(url, lock=lock)
+        url, snapshot = pinned.url, pinned.snapshot
     with reaching(url or "store"):
-        report = check(url or "store", deep=deep, mark=mark)
+        report = check(url or "store", deep, mark, snapshot)
+    code = 3 if report.faults or report.recipes else 0
     if as_json:
         _print_json(asdict(report))
-        return 3 if report.faults else 0
-    print(f"{report.records:,} records, {size(report.bytes)}: {len(report.faults)} damaged")
+        return code
+    print(f"snapshot {report.snapshot}: {report.records:,} records, {size(report.bytes)}: {len(report.faults)} damaged")
     if report.faults:
         rows = [(f.stage, f.item, f.shard, f.problem) for f in report.faults[:_LISTED]]
         print_table("", ("stage", "item", "shard", "problem"), rows)
     if report.marked:
         print(f"{report.marked} marked: the next run computes them again.")
+    if snapshot is not None and mark and report.marked < len(report.faults):
+        print(
+            f"{len(report.faults) - report.marked} not marked: newer snapshots have other records in their place. For "
+            f"readers of snapshot {report.snapshot} only a copy of the file brings them back."
+        )
+    for lost in report.recipes:
+        print(f"{lost.stage}, {lost.records:,} records: {lost.problem}")
+    if report.recipes:
+        print(_WRITTEN_AGAIN)
     if report.orphans:
         print(f"{len(report.orphans)} files that no record needs, {size(sum(report.orphans.values()))}: scenecache gc")
-    return 3 if report.faults else 0
+    return code
 
 
 def gc(

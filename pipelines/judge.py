@@ -88,14 +88,14 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     now[known] = fingerprints(rid, work.parts[known])
 
     # The newest row of every item, and where the recipe was used before, older ones that may stand again.
-    used = _used(manifest, rid)
-    rows = _arrange((manifest.rows if used else manifest.latest)(stage.name, READ, encoded=True))
+    saved = _saved(manifest, rid)
+    rows = _arrange((manifest.rows if saved else manifest.latest)(stage.name, READ, encoded=True))
     newest, item_of = match(work.items, rows["item"])
     has = newest >= 0
     fits = has & known
     fits[fits] = same(as_bytes(rows["fingerprint"])[newest[fits]], now[fits])
     stands = np.where(fits, newest, -1)  # per item, the newest row of its present fingerprint
-    search = has & ~fits & ~work.failed & ~forced & used
+    search = has & ~fits & ~work.failed & ~forced & saved
     fault = _faults(rows, sizes)
     candidates = None
     if pending.any() or search.any():
@@ -152,6 +152,7 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
         stage, recipe, rid, work.feeds, pa.table(columns),
         again=_again(stage.name, rid, rows.take(pa.array(stands[again])), work, work.failed & visible),
         kept=0 if options.items else _kept(rows, item_of),
+        recipe_lost=not saved and bool(is_text(rows["recipe"], rid).any()),
         mean_bytes=means[0], mean_seconds=means[1],
         forced=stage.name in options.force, retry_failed=options.retry_failed,
         _parts=work.parts if pending.any() else None, _candidates=candidates,
@@ -194,8 +195,8 @@ def _past(
     return index[order], at[order]
 
 
-def _used(manifest: History, rid: str) -> bool:
-    """Some row may have this recipe: recipes are saved before any row that names them."""
+def _saved(manifest: History, rid: str) -> bool:
+    """The store has this recipe, so some row may name it: recipes are saved before the rows that do."""
     try:
         manifest.recipe(rid)
     except StoreNotFound:
@@ -229,7 +230,12 @@ def _differences(
     texts: list[str] = []
     recipes = rows["recipe"].combine_chunks()
     for id in recipes.dictionary.to_pylist():
-        change = "" if id == rid else recipe_change(manifest.recipe(id), recipe)
+        change = ""
+        if id != rid:
+            try:
+                change = recipe_change(manifest.recipe(id), recipe)
+            except StoreNotFound:
+                change = "settings changed: from a recipe that is lost"
         texts.append(change or ("upstream changed" if work.feeds else "input changed"))
         texts.append("; ".join(filter(None, [change, "input changed"])))
     why = np.zeros(len(has), np.int64)
@@ -242,6 +248,7 @@ def recipe_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """How one recipe differs from another, `settings changed: proposals 256 -> 128; weights changed`."""
     parts = []
     changes = []
+    old = {"extractor": "(none)", "version": "(none)", "settings": {}, "weights": {}, **old}  # written without a job
     if old["extractor"] != new["extractor"]:
         changes.append(f"extractor {old['extractor']} -> {new['extractor']}")
     weights = {*old["weights"], *new["weights"]}  # None stands among the settings

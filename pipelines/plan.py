@@ -44,8 +44,11 @@ class Plan:
 
     @property
     def idle(self) -> bool:
-        """True where nothing is computed and nothing committed."""
-        return all(len(s.again) == 0 and {line.action for line in s.lines()} <= {"reuse", "skip"} for s in self.stages)
+        """True where nothing is computed and nothing written."""
+        return all(
+            len(s.again) == 0 and not s.recipe_lost and {line.action for line in s.lines()} <= {"reuse", "skip"}
+            for s in self.stages
+        )
 
 
 def plan(

@@ -26,6 +26,8 @@ def as_table(plan: Plan, store: str) -> Table:
         notes.append(f"weights without training: {', '.join(untrained)}")
     if kept := [f"{stage.name} {stage.kept:,}" for stage in plan.stages if stage.kept]:
         notes.append(f"kept in the store, not in this job's source: {', '.join(kept)}")
+    if lost := [stage.name for stage in plan.stages if stage.recipe_lost]:
+        notes.append(f"recipe gone from the store, written again by a run: {', '.join(lost)}")
     table = Table(
         title=f"{plan.job} -> {store}", title_justify="left", caption="\n".join(notes), caption_justify="left"
     )
@@ -77,6 +79,7 @@ def to_json(plan: Plan, every: bool = False) -> dict[str, Any]:
             "recipe": stage.recipe_id,
             "untrained": _untrained(stage),
             "kept": stage.kept,
+            "recipe_lost": stage.recipe_lost,
             "lines": [
                 {"action": n.action, "reason": n.reason, "items": n.items, "bytes": n.bytes, "seconds": n.seconds}
                 for n in lines

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import storage
 from extractors.bev_camera import BevCamera
 from extractors.geometry import box_corners, transform
 from pipelines import run_log
-from storage.errors import RecordMissing
+from storage.errors import RecordMissing, StoreNotFound
 from storage.reader import Cache
 from storage.schema import Record
 
@@ -81,7 +82,10 @@ def _failures(name: str, table: pa.Table) -> list[dict[str, str]]:
 
 def _untrained(cache: Cache, table: pa.Table) -> bool:
     recipes = table["recipe"].unique().to_pylist()
-    weights = [w for id in recipes if id for w in cache.manifest.recipe(id).get("weights", {}).values()]
+    weights: list[str] = []
+    for id in filter(None, recipes):
+        with suppress(StoreNotFound):  # its file is gone, which costs no record
+            weights += cache.manifest.recipe(id).get("weights", {}).values()
     return any(w.startswith("untrained:") for w in weights)
 
 

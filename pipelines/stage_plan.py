@@ -138,6 +138,7 @@ class StagePlan:
             stand again, remembered failures, and `failed` rows in place of records that would be stale.
         kept: records in the store of items that the source does not have (any more, or in this job); 0 in a plan of
             chosen items. They stay, and readers see them.
+        recipe_lost: records of this recipe are in the store, but its file is gone or damaged: a run writes it again.
         mean_bytes, mean_seconds: of past records, None without any.
     """
 
@@ -148,6 +149,7 @@ class StagePlan:
     table: pa.Table
     again: pa.Table
     kept: int = 0
+    recipe_lost: bool = False
     mean_bytes: float | None = None
     mean_seconds: float | None = None
     forced: bool = False

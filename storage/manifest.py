@@ -273,19 +273,26 @@ class Manifest:
     # Recipes
 
     def save_recipe(self, recipe: dict[str, Any]) -> str:
-        """Keep a recipe in full, as readable JSON, and return its id."""
+        """Keep a recipe in full, as readable JSON, and return its id. A file of it that is damaged is written again."""
         name = recipe_id(recipe)
-        if not self.folder.exists(f"recipes/{name}.json"):
+        try:
+            self.recipe(name)
+        except StoreNotFound:
             text = json.dumps(recipe, indent=1, sort_keys=True, ensure_ascii=False)
             self.folder.put_text(f"recipes/{name}.json", text)
         return name
 
     def recipe(self, id: str) -> dict[str, Any]:
-        """The recipe of an id; StoreNotFound where it was never saved."""
+        """The recipe of an id; StoreNotFound where its file is gone, damaged, or was never written."""
         try:
-            return dict(json.loads(self.folder.read(f"recipes/{id}.json")))
+            text = self.folder.read(f"recipes/{id}.json")
         except FileNotFoundError:
             raise StoreNotFound(f"no recipe {id} in {self.folder.url}/recipes") from None
+        with suppress(ValueError):  # no UTF-8, no JSON, or values that no recipe has
+            recipe = json.loads(text)
+            if type(recipe) is dict and recipe_id(recipe) == id:
+                return recipe
+        raise StoreNotFound(f"recipe {id} in {self.folder.url}/recipes is damaged: its content is not what was written")
 
     # Reading
 

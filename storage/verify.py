@@ -34,20 +34,37 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class LostRecipe:
+    """A recipe whose file is gone or damaged. Its records are whole; what made them can't be told.
+
+    A run of a job with that recipe writes the file again.
+    """
+
+    stage: str
+    recipe: str
+    records: int
+    problem: str
+
+
+@dataclass(frozen=True)
 class VerifyReport:
     """What `verify` found.
 
     Attributes:
+        snapshot: the one that was looked at.
         records: records that were looked at.
         bytes: size of their values.
         faults: the bad ones.
+        recipes: those of these records that can't be read.
         orphans: files in stage folders that no row names, name -> bytes. `gc` removes them when they are old enough.
         marked: how many of the faults were marked `corrupt` in the manifest.
     """
 
+    snapshot: int
     records: int
     bytes: int
     faults: tuple[Fault, ...]
+    recipes: tuple[LostRecipe, ...]
     orphans: dict[str, int]
     marked: int
 
@@ -69,44 +86,64 @@ class GcReport:
     dry_run: bool
 
 
-def verify(url: str | os.PathLike[str], deep: bool = False, mark: bool = True) -> VerifyReport:
+def verify(
+    url: str | os.PathLike[str], deep: bool = False, mark: bool = True, snapshot: int | None = None
+) -> VerifyReport:
     """Look at every record that readers see.
 
     Args:
         deep: read each one, compare its content with its digest, and check it against the schema; else only that its
             shard is there and has the right size.
         mark: append a `corrupt` row for each bad record: readers no longer see it and the next run makes it again.
+            Of an older snapshot, for those that readers of the newest one still see.
+        snapshot: the one whose readers are meant, the newest by default.
 
     Raises:
-        StoreNotFound: there is no store.
+        StoreNotFound: there is no store, or no such snapshot.
         StoreUnwritable: the marks can't be written.
         OSError: a shard can't be looked at from here (no permission, too many open files, a server that does not
             answer), which says nothing about what is in it; nothing was marked.
     """
-    manifest = _existing(url)
+    manifest = _existing(url, snapshot)
     files = _shard_files(manifest.folder)
+    looked_at = manifest.snapshot
+    newest = manifest if snapshot is None else _existing(url)
     named: set[str] = set()
+    for stage in newest.stages():
+        named.update(pc.unique(newest.rows(stage, ["shard"])["shard"]).to_pylist())
     faults: list[tuple[Row, str]] = []
+    recipes: list[LostRecipe] = []
     records = size = 0
     for stage in manifest.stages():
-        named.update(pc.unique(manifest.rows(stage, ["shard"])["shard"]).to_pylist())
         table = manifest.latest(stage)
         table = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
         records += table.num_rows
         size += pc.sum(table["bytes"]).as_py() or 0
         faults += _damaged(manifest, table, files, deep)
-    marked = _mark(manifest, faults) if mark and faults else 0
+        recipes += _lost_recipes(manifest, stage, table)
+    marked = _mark(newest, faults) if mark and faults else 0
     return VerifyReport(
+        looked_at,
         records,
         size,
         tuple(Fault(row.stage, row.item, row.shard, problem) for row, problem in faults),
+        tuple(recipes),
         {name: info.size for name, info in sorted(files.items()) if name not in named},
         marked,
     )
 
 
-def _existing(url: str | os.PathLike[str]) -> Manifest:
-    manifest = Manifest(url)
+def _lost_recipes(manifest: Manifest, stage: str, table: pa.Table) -> Iterator[LostRecipe]:
+    """Recipes of records that can't be read."""
+    for named in pc.value_counts(table["recipe"]).to_pylist():
+        try:
+            manifest.recipe(named["values"])
+        except StoreNotFound as error:
+            yield LostRecipe(stage, named["values"], named["counts"], str(error))
+
+
+def _existing(url: str | os.PathLike[str], snapshot: int | None = None) -> Manifest:
+    manifest = Manifest(url, snapshot)
     if manifest.snapshot == EMPTY:
         raise StoreNotFound(f"no store at {manifest.folder.url}: it has no manifest")
     return manifest

@@ -148,6 +148,56 @@ def test_a_changed_byte_is_found_by_deep_verify_and_made_again(call: Call, folde
     assert call("verify", "--deep")[0] == 0
 
 
+@pytest.mark.parametrize("damage", ["gone", "truncated"])
+def test_a_lost_recipe_is_named_wherever_it_is_read_and_written_again_by_the_next_run(
+    call: Call, folder: Path, damage: str
+) -> None:
+    call("run", "rooms.yaml")
+    files = {path.name: path.read_text() for path in (folder / "store" / "recipes").iterdir()}
+    snapshot = storage.open("store").snapshot
+    for path in (folder / "store" / "recipes").iterdir():
+        path.unlink() if damage == "gone" else path.write_text(files[path.name][:30])
+    plan = object_of(call("plan", "rooms.yaml", "--json")[1])
+    assert [stage["recipe_lost"] for stage in plan["stages"]] == [True, True]
+    assert actions(plan)["fake"] == {"reuse: unchanged": 2, "skip: failed before": 1}
+    changed = object_of(call("plan", "rooms.yaml", "fake.objects=3", "--json")[1])
+    assert actions(changed)["fake"] == {"compute: settings changed: from a recipe that is lost": 3}
+    table = " ".join(call("plan", "rooms.yaml")[1].split())
+    assert "recipe gone from the store, written again by a run: fake, second" in table
+    code, out, _ = call("verify")
+    assert code == 3
+    assert re.search("fake, 2 records: .*recipe", out)
+    assert [lost["stage"] for lost in object_of(call("verify", "--json")[1])["recipes"]] == ["fake", "second"]
+    assert "Recipes gone from the store: fake" in call("status")[1]
+    assert len(object_of(call("status", "--json")[1])["stages"][0]["recipes_lost"]) == 1
+    assert "is gone from the store or damaged" in call("show", "fake", "a")[1]
+    assert object_of(call("show", "fake", "a", "--json")[1])["recipe"] is None
+    assert call("run", "rooms.yaml")[0] == 3  # for what failed before
+    assert {path.name: path.read_text() for path in (folder / "store" / "recipes").iterdir()} == files
+    assert storage.open("store").snapshot == snapshot
+    assert call("verify")[0] == 0
+    assert "Nothing to do" in call("run", "rooms.yaml")[1]
+
+
+def test_verify_checks_the_snapshot_that_a_training_run_reads(call: Call, folder: Path) -> None:
+    call("run", "rooms.yaml")
+    pinned = storage.open("store")
+    pinned.lock("run.lock.json")
+    shard = folder / "store" / pinned["fake"].row("a").shard
+    call("run", "rooms.yaml", "fake.objects=3")
+    shard.unlink()
+    assert call("verify")[0] == 0
+    for options in (["--snapshot", str(pinned.snapshot)], ["--lock", "run.lock.json"]):
+        code, out, _ = call("verify", *options)
+        assert code == 3
+        assert f"snapshot {pinned.snapshot}: 4 records" in out
+        assert "2 not marked" in out
+    assert object_of(call("verify", "--snapshot", "0", "--json")[1])["snapshot"] == 0
+    code, _, err = call("verify", "--snapshot", "1", "--lock", "run.lock.json")
+    assert (code, "give one of the two" in err) == (2, True)
+    assert call("verify", "--snapshot", "77")[0] == 2
+
+
 def test_force_stage_item_and_retry_narrow_or_widen_the_work(call: Call) -> None:
     call("run", "rooms.yaml")
     plan = object_of(call("plan", "rooms.yaml", "--force", "fake", "--item", "a", "--json")[1])

@@ -338,6 +338,13 @@ def test_setting_differences_are_readable(old: dict[str, Any], new: dict[str, An
     assert recipe_change(*recipes) == text
 
 
+def test_a_recipe_of_a_record_that_no_job_made_is_another_recipe() -> None:
+    new = {"extractor": "e", "version": 1, "settings": {"a": 1}, "weights": {}}
+    assert recipe_change({"made": "by hand"}, new) == (
+        "settings changed: extractor (none) -> e, a (none) -> 1; version changed"
+    )
+
+
 def test_weights_that_were_none_are_weights_that_changed_and_no_setting() -> None:
     old = {"extractor": "e", "version": 1, "settings": {"a": 1, "more": None}, "weights": {}}
     new = {"extractor": "e", "version": 1, "settings": {"a": 1}, "weights": {"more": "sha256:0"}}

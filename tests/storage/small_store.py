@@ -39,11 +39,13 @@ def row(item: str, stage: str = "objects", **changes: Any) -> Row:
     return Row(stage, item, **given)
 
 
-def fill(url: Any, records: dict[str, Record], stage: str = "objects", schema: Schema = OBJECTS) -> dict[str, Row]:
+def fill(
+    url: Any, records: dict[str, Record], stage: str = "objects", schema: Schema = OBJECTS, **changes: Any
+) -> dict[str, Row]:
     """Write records as one shard and commit them; their rows by item."""
     writer = ShardWriter(url, stage, schema)
     for item, record in records.items():
-        writer.add(row(item, stage), record)
+        writer.add(row(item, stage, **changes), record)
     rows = writer.flush()
     Manifest(url).commit(rows)
     return {row.item: row for row in rows}
@@ -75,7 +77,7 @@ def commit_again_and_again(urls: list[str], together: Any, process: int, commits
 def make_at_once(urls: list[str], processes: int, commits: int) -> None:
     """`commit_again_and_again` in several processes; all end well."""
     spawn = multiprocessing.get_context("spawn")
-    together = spawn.Barrier(processes, timeout=30)
+    together = spawn.Barrier(processes, timeout=120)
     started = [
         spawn.Process(target=commit_again_and_again, args=(urls, together, i, commits)) for i in range(processes)
     ]

@@ -272,6 +272,20 @@ def test_a_recipe_is_kept_in_full_as_readable_json(tmp_path: Path) -> None:
         manifest.recipe("1234")
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b'{"extractor": "vot', b"[1]", b"{}", b'{"extractor": "other"}', b'"\\ud800"']
+)
+def test_a_damaged_recipe_is_told_apart_from_a_whole_one_and_written_again(tmp_path: Path, content: bytes) -> None:
+    manifest = Manifest(tmp_path)
+    recipe = {"extractor": "votenet", "settings": {"objects": [1, 2.5]}}
+    name = manifest.save_recipe(recipe)
+    (tmp_path / "recipes" / f"{name}.json").write_bytes(content)
+    with pytest.raises(StoreNotFound, match=f"recipe {name} in .* is damaged"):
+        manifest.recipe(name)
+    assert manifest.save_recipe(recipe) == name
+    assert manifest.recipe(name) == recipe
+
+
 def test_a_failed_commit_shows_nothing_and_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = Manifest(tmp_path)
     manifest.commit([row("a")])
@@ -312,8 +326,10 @@ def test_a_file_url_is_the_same_store(tmp_path: Path) -> None:
 def test_a_lost_file_of_the_manifest_is_named_with_what_to_do(tmp_path: Path, damage: str) -> None:
     fill(tmp_path, {"a": objects(2)})
     before = Manifest(tmp_path).snapshot
+    folder = tmp_path / "manifest" / "stage=objects"
+    older = set(folder.iterdir())
     fill(tmp_path, {"b": objects(2)})
-    newest_file = max((tmp_path / "manifest" / "stage=objects").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    (newest_file,) = set(folder.iterdir()) - older
     newest_file.unlink() if damage == "gone" else newest_file.write_bytes(b"PAR1")
     with pytest.raises(StoreNotFound, match=rf"snapshot {before + 1} needs manifest/.*{newest_file.name}, .*{damage}"):
         Manifest(tmp_path).rows("objects")

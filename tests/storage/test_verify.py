@@ -26,9 +26,10 @@ DAY = 86400
 def store(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """Records a, b, c in one shard (b without objects) and d in another, written 60 days ago."""
     schema = Schema(OBJECTS.columns, "object", request.param)
+    recipe = Manifest(tmp_path).save_recipe({"extractor": "objects"})
     with days_ago(tmp_path, 60):
-        fill(tmp_path, {"a": objects(30), "b": objects(0), "c": objects(20, seed=2)}, schema=schema)
-        fill(tmp_path, {"d": objects(4, seed=3)}, schema=schema)
+        fill(tmp_path, {"a": objects(30), "b": objects(0), "c": objects(20, seed=2)}, schema=schema, recipe=recipe)
+        fill(tmp_path, {"d": objects(4, seed=3)}, schema=schema, recipe=recipe)
     for path in tmp_path.rglob("*.*"):
         aged(path, 60)
     return tmp_path
@@ -77,7 +78,7 @@ def log(store: Path) -> set[Path]:
 def test_a_whole_store_has_no_faults(store: Path) -> None:
     for deep in (False, True):
         report = verify(store, deep=deep)
-        assert (report.records, report.faults, report.orphans, report.marked) == (4, (), {}, 0)
+        assert (report.records, report.faults, report.recipes, report.orphans, report.marked) == (4, (), (), {}, 0)
         assert report.bytes == sum(r.bytes for i in "abcd" if (r := Manifest(store).find("objects", i)))
 
 
@@ -181,6 +182,42 @@ def test_a_record_that_was_made_again_meanwhile_is_not_marked(store: Path, monke
     monkeypatch.setattr(storage.verify, "_mark", made_again)
     assert verify(store).marked == 0
     assert_same(storage.open(store)["objects"]["d"], objects(6, seed=9))
+
+
+def test_a_snapshot_that_somebody_reads_is_checked_by_itself(store: Path) -> None:
+    pinned = storage.open(store).snapshot
+    old = shard(store, "d")
+    fill(store, {"d": objects(6, seed=9)})
+    flip(old, objects(4, seed=3)["feature"][1])
+    flip(shard(store, "c"), objects(20, seed=2)["feature"][7])
+    (store / "objects" / "stray.parquet").write_bytes(b"123")
+    newest = Manifest(store).snapshot
+    assert [f.item for f in verify(store, deep=True, mark=False).faults] == ["c"]
+    report = verify(store, deep=True, snapshot=pinned)
+    assert (report.snapshot, sorted(f.item for f in report.faults), report.records) == (pinned, ["c", "d"], 4)
+    assert list(report.orphans) == ["objects/stray.parquet"]  # the newest snapshot's shards are none
+    assert (report.marked, Manifest(store).snapshot) == (1, newest + 1)  # what newer records replace is not marked
+    assert list(storage.open(store)["objects"]) == ["a", "b", "d"]
+    old.unlink()
+    report = verify(store, snapshot=pinned)
+    assert [(f.item, f.problem) for f in report.faults] == [("d", "its shard is missing")]
+    assert report.marked == 0
+    with pytest.raises(StoreNotFound, match="snapshot 77"):
+        verify(store, snapshot=77)
+
+
+@pytest.mark.parametrize("content", [None, b'{"extractor": "obj'])
+def test_a_recipe_that_is_gone_or_damaged_is_named_and_costs_no_record(store: Path, content: bytes | None) -> None:
+    (path,) = (store / "recipes").iterdir()
+    whole = path.read_bytes()
+    path.unlink() if content is None else path.write_bytes(content)
+    report = verify(store, deep=True)
+    assert (report.faults, report.marked) == ((), 0)
+    assert [(lost.stage, lost.recipe, lost.records) for lost in report.recipes] == [("objects", path.stem, 4)]
+    assert ("no recipe" if content is None else "is damaged") in report.recipes[0].problem
+    assert_same(storage.open(store)["objects"]["d"], objects(4, seed=3))
+    path.write_bytes(whole)
+    assert verify(store, deep=True).recipes == ()
 
 
 def test_a_corrupt_record_can_be_made_again(store: Path) -> None:
