@@ -2,7 +2,14 @@
 
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples on every machine, however slow it is; `--hypothesis-profile default` looks for new ones.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

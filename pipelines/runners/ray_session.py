@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,9 +55,13 @@ def _guarded() -> Iterator[None]:
         yield
         return
     mark = f"SCENECACHE_RAY={os.getpid()}-{secrets.token_hex(8)}"
-    # the guard's stdin is never closed here: it ends with this process
-    command = [sys.executable, "-S", "-E", str(Path(__file__).with_name("ray_guard.py")), mark]
-    _guards.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    guard = [sys.executable, "-S", "-E", str(Path(__file__).with_name("ray_guard.py")), mark]
+    reader, _ = os.pipe()  # the other end is never closed here, so the guard's stdin ends with this process
+    actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, reader, 0)]
+    # It outlives this process: whoever reads what that writes must not wait for it.
+    actions += [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
+    os.posix_spawn(guard[0], guard, os.environ, file_actions=actions, setsid=True)
+    os.close(reader)
     name, value = mark.split("=")
     for_ray = {name: value, "SPT_NOENV": "1"}  # the latter keeps Ray's process titles from overwriting the environment
     os.environ.update(for_ray)
@@ -67,9 +70,6 @@ def _guarded() -> Iterator[None]:
     finally:
         for name in for_ray:
             os.environ.pop(name, None)
-
-
-_guards: list[subprocess.Popen[bytes]] = []
 
 
 def import_ray() -> Any:

@@ -51,7 +51,7 @@ class RunnerContract:
     def poll(runner: Runner, count: int) -> tuple[list[Report], dict[str, Row]]:
         """Poll until so many rows have come back."""
         reports: list[Report] = []
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while sum(len(r.rows) for r in reports) < count and time.monotonic() < until:
             reports += runner.poll(1.0)
         rows = [row for report in reports for row in report.rows]
@@ -102,7 +102,7 @@ class RunnerContract:
         bad = replace(tasks["numbers"], stage=Stage(NoSchema(), "bad"))
         runner.start([bad, tasks["numbers"]])
         runner.put("bad", self.works(["01", "02"]))
-        stopped, until = [], time.monotonic() + 60
+        stopped, until = [], time.monotonic() + 120
         while not stopped and time.monotonic() < until:
             stopped = [report for report in runner.poll(1.0) if report.stopped]
         assert stopped[0].stage == "bad"

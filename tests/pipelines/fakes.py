@@ -1,4 +1,4 @@
-"""Small extractors, a source and a table that do what a test asks of them: count, sleep, fail, hang, leak, crash."""
+"""Small extractors, a source and a table that do what a test asks of them: count, wait, fail, hang, leak, crash."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Listed(Folder):
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers(Extractor):
-    """Seeded numbers of an item; its text may ask for trouble (`bad`, `die`, `slow:S` ...)."""
+    """Seeded numbers of an item; its text may ask for trouble (`bad`, `die`, `slow:S`, `gate:FILE` ...)."""
 
     name: ClassVar[str] = "numbers"
     takes: ClassVar[tuple[str, ...]] = ("text",)
@@ -92,6 +92,10 @@ class Numbers(Extractor):
                     os._exit(3)
             case ("slow", _, seconds):
                 time.sleep(float(seconds))
+            case ("gate", _, path):  # says that it is here, and waits for the file
+                Path(f"{path}.reached").touch()
+                while not Path(path).exists():
+                    time.sleep(0.01)
             case ("stale", _, _):
                 raise OSError(116, "Stale file handle", "scan.ply")
             case ("quit", _, _):

@@ -10,9 +10,9 @@ import pytest
 def test_doctor_says_what_works_and_exits_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipelines import doctor
 
-    good = doctor._tried("x", "print('noise'); print(6 * 7)", 20, lambda out: doctor.Finding("x", "ok", out))
+    good = doctor._tried("x", "print('noise'); print(6 * 7)", 120, lambda out: doctor.Finding("x", "ok", out))
     assert (good.state, good.text) == ("ok", "42")
-    died = doctor._tried("x", "import os; os.abort()", 20, lambda out: doctor.Finding("x", "ok", out))
+    died = doctor._tried("x", "import os; os.abort()", 120, lambda out: doctor.Finding("x", "ok", out))
     assert died.state == "broken"
     assert "killed by signal 6" in died.text
     hung = doctor._tried("x", "import time; time.sleep(60)", 0.2, lambda out: doctor.Finding("x", "ok", out))

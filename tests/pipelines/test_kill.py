@@ -50,7 +50,8 @@ def drive(root, ray_temp):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.pipelines.kill_driver", str(root), kind, *how],
             cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "RAY_TEST_TEMP": str(ray_temp)}, start_new_session=True,
+            env={**os.environ, "RAY_TEST_TEMP": str(ray_temp), "PYTHONWARNINGS": "always::ResourceWarning"},
+            start_new_session=True,
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
@@ -80,8 +81,29 @@ def processes(text: str) -> list[int]:
     return found
 
 
+def gated(root: Path, item: int) -> Path:
+    """Let runs wait at an item for a file, which is given back; beside it, `.reached` says that one is there."""
+    gate = root / "gate"
+    (root / "raw" / f"{item:03d}.txt").write_text(f"gate:{gate}")
+    return gate
+
+
+def wait_at(gate: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 120
+    while not gate.with_name("gate.reached").exists():
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def wait_for_note(process: subprocess.Popen[str]) -> None:
+    """Wait until a run has said that it was asked to end."""
+    assert process.stderr is not None
+    assert any("finishing and committing" in line for line in process.stderr)
+
+
 def wait_until_gone(ray_temp: Path) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + 120
     while (left := processes(str(ray_temp))) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left, "Ray processes outlive their driver"
@@ -117,6 +139,7 @@ def finish(drive, root: Path, kind: str, before: dict[str, int]) -> None:
     process = drive(kind)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
+    assert "ResourceWarning" not in err, "a process or a file is left open"
     full = {"numbers": kill_driver.ITEMS, "sums": kill_driver.ITEMS, "questions": 2 * kill_driver.ITEMS}
     assert check_visible(root) == full
     for part in out.split():
@@ -219,27 +242,28 @@ def test_worker_killed_often(drive, root, ray_temp, seed):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_commits_what_is_finished(drive, root, number):
+    gate = gated(root, 20)
     process = drive()
-    time.sleep(0.7)
+    wait_at(gate, process)
     os.killpg(process.pid, number)  # as a terminal does
-    _, err = process.communicate(timeout=60)
+    wait_for_note(process)
+    gate.touch()
+    process.communicate(timeout=120)
     assert process.returncode == 128 + number
-    assert "finishing and committing" in err
     before = check_visible(root)
-    assert 0 < before["numbers"] < kill_driver.ITEMS
+    assert before["numbers"] == 22, "20 before the batch under way, and its two"
     finish(drive, root, "local", before)
 
 
 def test_second_interrupt_ends_the_run_at_once(drive, root):
-    for path in (root / "raw").iterdir():
-        path.write_text("slow:100")
+    gate = gated(root, 0)
     process = drive()
-    time.sleep(0.3)
+    wait_at(gate, process)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    wait_for_note(process)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=10) == -signal.SIGINT
+    assert process.wait(timeout=60) == -signal.SIGINT
 
 
 @pytest.mark.ray
@@ -247,14 +271,16 @@ def test_interrupted_run_on_ray_commits_what_is_finished(drive, root, ray_temp):
     process = drive("ray")
     wait_for_commit(process, root)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=120)
     assert process.returncode in (0, 130), err
     wait_until_gone(ray_temp)
     finish(drive, root, "local", check_visible(root))
 
 
 def test_two_runs_on_one_store_at_once_both_finish(drive, root):
+    gate = gated(root, 0)
     first, second = drive(), drive()
+    gate.touch()  # both have their plan, and neither has committed anything
     made = dict.fromkeys(STAGES, 0)
     for process in (first, second):
         out, err = process.communicate(timeout=120)
@@ -264,7 +290,7 @@ def test_two_runs_on_one_store_at_once_both_finish(drive, root):
             made[stage] += int(count)
     full = {"numbers": kill_driver.ITEMS, "sums": kill_driver.ITEMS, "questions": 2 * kill_driver.ITEMS}
     assert check_visible(root) == full
-    assert made["numbers"] > kill_driver.ITEMS, "the runs did not overlap"
+    assert made == {stage: 2 * count for stage, count in full.items()}
     for stage in STAGES:
         assert len(Manifest(str(root / "store")).rows(stage)) == made[stage], "a commit was lost"
     finish(drive, root, "local", full)

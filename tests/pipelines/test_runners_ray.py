@@ -185,7 +185,7 @@ def test_cluster_out_of_reach_ends_the_run_with_a_line(source, tmp_path, address
         "print(summary.text())\nsys.exit(summary.exit_code)"
     )
     command = [sys.executable, "-c", script, str(tmp_path), str(source.root), address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stderr
     assert f"The run stopped: can't reach the Ray cluster {address}: " in done.stdout
     assert "Traceback" not in done.stderr

@@ -96,7 +96,7 @@ def test_another_process_reads_what_its_parent_has_open(bucket: str, method: str
     answers = context.Queue()
     process = context.Process(target=digests_of, args=(opened, answers))
     process.start()
-    assert answers.get(timeout=60) == expected
+    assert answers.get(timeout=120) == expected
     process.join()
 
 
