@@ -20,6 +20,7 @@ from extractors.errors import DecodeError, EmptyInput, MissingFile, TruncatedFil
 
 _HOLD_BYTES = 64 << 20  # packets of a stream up to this size are kept, those of a larger one are read again to decode
 _INDEXED = ("mov", "matroska")  # containers that give each packet its presentation time, and key frames truly
+_LISTS = ("concat", "hls", "dash", "imf", "sdp")  # formats whose frames are in other files
 _ISO_BOXES = {b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide", b"pnot", b"uuid", b"sidx"}
 # Matroska: clusters and block groups; then what may stand in a segment, a cluster and a block group.
 _EBML_PARENTS = {bytes.fromhex(kind) for kind in ("1f43b675", "a0")}
@@ -134,6 +135,8 @@ def index(path: Path, stream: int | None = None) -> VideoIndex:
     known = check_whole(path)
     try:
         container = av.open(str(path))  # stays open while packets are held
+        if container.format.name.startswith(_LISTS):
+            raise UnsupportedFile(f"{path}: a list of other files ({container.format.name}); give those instead")
         return _read_index(path, container, _choose_stream(path, container, stream))
     except av.error.FFmpegError as error:
         if known:

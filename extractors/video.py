@@ -183,7 +183,8 @@ def jpegs(folder: Path) -> list[Path]:
         parts = re.split(r"([0-9]+)", file.name)  # text, digits, text ...
         return [int(part) if i % 2 else part for i, part in enumerate(parts)], file.name
 
-    return sorted((f for f in folder.iterdir() if f.suffix.lower() in (".jpg", ".jpeg") and f.is_file()), key=order)
+    shown = (f for f in folder.iterdir() if not f.name.startswith("."))  # `._1.jpg` is what macOS leaves beside 1.jpg
+    return sorted((f for f in shown if f.suffix.lower() in (".jpg", ".jpeg") and f.is_file()), key=order)
 
 
 def upright_turns(poses: np.ndarray) -> int:

@@ -170,9 +170,9 @@ class VoteNet(Extractor):
                 raise ValueError(f"votenet: {setting} is {getattr(self, setting)!r}, expected one of {allowed}")
         if not 1 <= self.proposals <= 1024:
             raise ValueError(f"votenet: proposals is {self.proposals}, expected 1 to 1024, the number of votes")
-        if self.num_points < 2048:
+        if not 2048 <= self.num_points <= 1 << 24:
             raise ValueError(
-                f"votenet: num_points is {self.num_points}, expected 2048 or more, what the first layer samples"
+                f"votenet: num_points is {self.num_points}, expected 2048, what the first layer samples, to {1 << 24}"
             )
         if self.max_points < 0:
             raise ValueError(f"votenet: max_points is {self.max_points}, expected 0 (all) or more")

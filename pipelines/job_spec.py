@@ -291,7 +291,7 @@ class _UniqueKeys(yaml.SafeLoader):
     """A SafeLoader for which a key given twice is an error instead of a silent loss."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if not key.tag.endswith(":merge")]
         for twice in {key for key in keys if keys.count(key) > 1}:
             raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)

@@ -83,7 +83,8 @@ def read_ply(path: str | Path, axis_align: np.ndarray | None = None) -> Scan:
         names = {p.name for p in vertex.properties}
         if not {"x", "y", "z"} <= names:
             raise UnsupportedFile(f"{path}: vertices have {sorted(names)}, need x, y, z")
-        rows, faces = _read_simple(path, file, order, elements) or _read_any(path)
+        body = file.tell()
+        rows, faces = _read_simple(path, file, order, elements) or _read_any(path, order, elements, body)
     xyz = _stack(rows, ("x", "y", "z")).astype(np.float32, copy=False)
     color_names = next((c for c in _COLORS if set(c) <= names), None)
     rgb = _bytes(_stack(rows, color_names)) if color_names else None
@@ -171,6 +172,8 @@ def _read_simple(
     for element in elements:
         if rows is not None and (element.name != "face" or not element.size):
             continue  # an element that nobody asked for, or no faces
+        if not element.properties:
+            continue
         lists = [p.name for p in element.properties if p.count]
         index = next((n for n in _INDICES if n in lists), "")
         dtype = element.dtype(order, list_length=3)
@@ -212,7 +215,8 @@ def _read_text(file: IO[bytes], element: _Element, dtype: np.dtype) -> np.ndarra
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "input contained no data": the caller counts the rows
         try:
-            return np.loadtxt(file, dtype, comments=None, max_rows=element.size, ndmin=1)
+            rows = min(element.size, os.fstat(file.fileno()).st_size)  # numpy makes room for all of them
+            return np.loadtxt(file, dtype, comments=None, max_rows=rows, ndmin=1)
         except ValueError:
             return None
 
@@ -245,10 +249,17 @@ def _read_polygons(path: Path, file: IO[bytes], element: _Element) -> list[np.nd
     return polygons
 
 
-def _read_any(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Vertices and triangulated faces of any PLY file."""
+def _read_any(path: Path, order: str, elements: list[_Element], body: int) -> tuple[np.ndarray, np.ndarray]:
+    """Vertices and triangulated faces of any PLY file; `body` is where its header ends."""
     import plyfile
 
+    left = path.stat().st_size - body
+    for element in elements:  # plyfile makes room for as many rows as the header says
+        row = sum(np.dtype(p.count or p.dtype).itemsize if order else 1 for p in element.properties)
+        if element.size * row > left:
+            raise TruncatedFile(
+                f"{path}: {left} bytes for {element.size} rows of element {element.name}; download it again"
+            )
     try:
         data = plyfile.PlyData.read(str(path))
         rows = data["vertex"].data

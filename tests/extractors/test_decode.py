@@ -183,6 +183,14 @@ def test_missing_empty_foreign_and_audio_files_are_refused_by_name(make_video: M
         open_video(make_video("longer_audio.mp4", audio_s=4.0), stream=1)
 
 
+@pytest.mark.parametrize("text", ["ffconcat version 1.0\nfile h264.mp4\n", "#EXTM3U\n#EXTINF:1,\nh264.mp4\n"])
+def test_a_list_of_other_files_is_no_video(text: str, make_video: Make) -> None:
+    path = make_video("h264.mp4").with_name("list.mp4")
+    path.write_text(text)
+    with pytest.raises(UnsupportedFile, match=r"list\.mp4"):
+        index(path)
+
+
 @pytest.mark.parametrize("name", ["h264.mp4", "open_gop.mp4", "b_frames.mp4", "hevc_open.mp4", "asp.avi"])
 def test_damage_in_the_middle_gives_right_frames_or_an_error(name: str, make_video: Make, tmp_path: Path) -> None:
     good = open_video(make_video(name, **FILES[name]))

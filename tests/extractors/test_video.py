@@ -129,6 +129,13 @@ def test_folder_is_read_in_the_order_of_its_numbers(tmp_path: Path) -> None:
     assert not record["pose_valid"].any()
 
 
+def test_hidden_files_of_a_folder_are_no_frames(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+        (tmp_path / f"._{number}.jpg").write_bytes(b"\0\5\x16\7, of macOS")
+    assert extract(Video(every=1), tmp_path, "folder")["frame_index"].tolist() == [0, 1, 2]
+
+
 def test_zero_padded_folder_is_in_the_order_of_its_names(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"frame-{number:06d}.color.jpg").write_bytes(b"")
@@ -253,7 +260,7 @@ def test_a_decoder_that_hangs_is_killed_and_named(tmp_path: Path) -> None:
     )
     import sys
 
-    setup = {"extractor": Video(), "device": "cpu"}
+    setup = {"extractor": Video(), "device": "cpu", "weights": {}}
     with (
         Child([sys.executable, str(program)], name="video", deadline_s=1.0, setup=setup) as child,
         pytest.raises(DeadlineExceeded, match="video helper: no answer within 1 s, killed"),

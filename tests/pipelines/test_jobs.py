@@ -63,6 +63,12 @@ stages:
 """
 
 
+def test_a_stage_may_merge_the_settings_of_another(write: Callable[[str], Path]) -> None:
+    text = "source: {type: folder, root: scans}\nstages:\n  fake: &fake {objects: 4, batch: 2}\n"
+    stages = read_job(write(text + "  more: {<<: *fake, extractor: fake, batch: 3}\n")).build().stages
+    assert [(stage.extractor.objects, stage.batch) for stage in stages] == [(4, 2), (4, 3)]  # type: ignore[attr-defined]
+
+
 def test_a_yaml_job_becomes_stages(write: Callable[[str], Path]) -> None:
     path = write(GOOD)
     job = read_job(path).build()

@@ -150,6 +150,23 @@ def test_vertices_without_coordinates_are_refused(tmp_path):
         read_ply(save(tmp_path / "a.ply", [plyfile.PlyElement.describe(vertex, "vertex")]))
 
 
+@pytest.mark.parametrize("element", ["nothing 5", "nothing 0"])
+def test_an_element_without_properties_takes_no_room(tmp_path, element):
+    data = save(tmp_path / "a.ply", elements(), byte_order="<").read_bytes()
+    for place in (b"element vertex", b"element face"):
+        (tmp_path / "b.ply").write_bytes(data.replace(place, f"element {element}\n".encode() + place))
+        np.testing.assert_array_equal(read_ply(tmp_path / "b.ply").faces, TRIANGLES)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("which", ["vertex 5", "face 3"])
+def test_more_rows_than_a_file_can_hold_are_refused_before_room_is_made_for_them(tmp_path, dialect, which):
+    data = save(tmp_path / "a.ply", elements(), **DIALECTS[dialect]).read_bytes()
+    (tmp_path / "b.ply").write_bytes(data.replace(which.encode(), f"{which[:-1]}{10**12}".encode()))
+    with pytest.raises((TruncatedFile, UnsupportedFile), match=r"b\.ply: .* rows"):  # text: faces stand in their place
+        read_ply(tmp_path / "b.ply")
+
+
 @pytest.mark.parametrize("index", [-1, 5])
 def test_a_face_of_vertices_that_are_not_there_is_refused(tmp_path, index):
     with pytest.raises(InvalidValues, match="there are 5"):
