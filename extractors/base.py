@@ -41,6 +41,8 @@ class Weights:
         Raises:
             WeightsError: there is no such file.
         """
+        if "://" in self.source:
+            raise WeightsError(f"{self.source} is a URL, which is not fetched: download the file and give its path")
         path = Path(self.source).expanduser()
         if not path.is_file():
             raise WeightsError(

@@ -332,7 +332,7 @@ def _anchor(find: Any, part: _Part, folder: Path) -> None:
         path = has_type(hint, Path) or (
             has_type(hint, Weights) and isinstance(value, str) and Weights(value).seed is None
         )
-        if path and isinstance(value, str):
+        if path and isinstance(value, str) and "://" not in value:
             part.settings[key] = str(folder / Path(value).expanduser())
 
 

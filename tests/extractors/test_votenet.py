@@ -229,7 +229,8 @@ def test_stored_normals_are_used_before_computed_ones() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"proposals": 0}, {"proposals": 2000}, {"num_points": 100}, {"num_points": 10**9}, {"max_points": -1}, {"family": "votenet2"},
+        {"proposals": 0}, {"proposals": 2000}, {"num_points": 100}, {"num_points": 10**9}, {"max_points": -1},
+        {"family": "votenet2"},
         {"frame": "world"}, {"sampling": "random"}, {"color_mode": "legacy"}, {"mean_sizes": ((1.0, 1.0, 1.0),)},
         {"feature_dtype": "int8"}, {"normal_mode": "best"},
     ],

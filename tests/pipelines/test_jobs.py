@@ -114,6 +114,11 @@ def test_a_wrong_setting_names_its_neighbours(write: Callable[[str], Path]) -> N
             "name: [a]\nsource: {type: folder, root: scans}\nstages: {fake: {}}",
             r"name: Input should be a valid string",
         ),
+        (
+            GOOD,
+            "stages: {votenet: {weights: 'https://example.org/net.pth'}}",
+            r"votenet.weights: https://example.org/net.pth is a URL, which is not fetched: download",
+        ),
         (GOOD, "stages: {votenet: {weights: 3}}", r"votenet.weights = 3: expected a checkpoint file, or untrained:0"),
         (GOOD, "- a list", r"expected keys name, source, stages; found list"),
     ],
