@@ -74,6 +74,7 @@ class ScanObjects(Extractor):
                 "copies": Column((), "int16", doc="how often the annotation lists the object"),
             },
             element="object",
+            compress=True,
         )
 
     def prepare(self, key: str, *inputs: Any) -> Record:

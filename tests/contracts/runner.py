@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from pipelines.worker import Report, StageTask, Work
 from storage.fingerprint import recipe_id
 from storage.manifest import Row
 from storage.reader import read_record
-from tests.pipelines.fakes import Folder, NoSchema, Numbers, Sums
+from tests.pipelines.fakes import Folder, NoSchema, Noted, Numbers, Sums
 
 
 class RunnerContract:
@@ -88,6 +89,33 @@ class RunnerContract:
         _, sums = self.poll(runner, 1)
         expected = Sums().load()([Numbers().one("01", "x")])[0]["sum"]
         np.testing.assert_array_equal(read_record(tasks["sums"].url, sums["01"])["sum"], expected)
+
+    def test_weights_are_loaded_once_by_each_worker_and_batches_are_of_several_items(self, runner, tasks, tmp_path):
+        stage = Stage(Noted(notes=str(tmp_path / "notes")), batch=4)
+        runner.start([replace(tasks["numbers"], stage=stage, recipe=recipe_id(recipe(stage.extractor)))])
+        for first in (5, 9, 13):  # one after the other: the same workers get several calls
+            runner.put("numbers", self.works([f"{i:02d}" for i in range(first, first + 4)]))
+            self.poll(runner, 4)
+        notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+        workers = {process for process, _ in notes}
+        assert sorted(process for process, what in notes if what == "load") == sorted(workers)
+        assert [what for _, what in notes if what != "load"] == ["4"] * 3
+
+    def test_what_comes_back_is_rows_and_no_arrays(self, runner, tasks):
+        stage = Stage(Numbers(rows=100_000))
+        runner.start([replace(tasks["numbers"], stage=stage, recipe=recipe_id(recipe(stage.extractor)))])
+        runner.put("numbers", self.works(["01", "02"]))
+        reports, rows = self.poll(runner, 2)
+        assert sum(row.bytes for row in rows.values()) >= 4_000_000
+        assert len(pickle.dumps(reports)) < 10_000
+
+    def test_a_queue_takes_as_much_as_it_has_room_for(self, runner, tasks):
+        runner.start(list(tasks.values()))
+        room = runner.room("numbers")
+        assert room < 1000
+        runner.put("numbers", self.works([f"{i % 20:02d}" for i in range(room)]))
+        assert runner.room("numbers") == 0
+        runner.stop("numbers")
 
     def test_stopped_stage_forgets_its_queue_and_others_go_on(self, runner, tasks, tmp_path):
         for path in (tmp_path / "raw").iterdir():

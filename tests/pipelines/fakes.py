@@ -96,6 +96,13 @@ class Numbers(Extractor):
                 Path(f"{path}.reached").touch()
                 while not Path(path).exists():
                     time.sleep(0.01)
+            case ("meet", _, path):  # waits for an extractor with another number of rows
+                Path(f"{path}.{self.rows}").touch()
+                until = time.monotonic() + 60
+                while len(list(Path(path).parent.glob(f"{Path(path).name}.*"))) < 2:
+                    if time.monotonic() > until:
+                        raise TimeoutError("nobody came")
+                    time.sleep(0.01)
             case ("stale", _, _):
                 raise OSError(116, "Stale file handle", "scan.ply")
             case ("quit", _, _):
@@ -151,11 +158,32 @@ class Both(Extractor):
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpu(Numbers):
-    """`numbers` for a GPU: prepared apart."""
+    """`numbers` for a GPU: prepared apart. Preparing `open:FILE` makes the file."""
 
     name: ClassVar[str] = "numbers"
     device: ClassVar[str] = "gpu"
     batch: ClassVar[int] = 4
+
+    def prepare(self, key: str, *inputs: Any) -> Any:
+        if inputs[0].startswith("open:"):
+            Path(inputs[0].removeprefix("open:")).touch()
+        return super().prepare(key, *inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted(Numbers):
+    """Notes each load, and the size of each batch, in a file: `PROCESS load`, `PROCESS 4`."""
+
+    notes: str
+
+    def load(self, device: str = "cpu") -> Callable[[Sequence[Any]], list[Record]]:
+        self._note("load")
+        run = super().load(device)
+        return lambda batch: self._note(str(len(batch))) or run(batch)  # type: ignore[func-returns-value]
+
+    def _note(self, text: str) -> None:
+        with open(self.notes, "a") as file:
+            file.write(f"{os.getpid()} {text}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

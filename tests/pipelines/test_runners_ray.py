@@ -192,11 +192,33 @@ def test_cluster_out_of_reach_ends_the_run_with_a_line(source, tmp_path, address
 
 
 def test_stages_run_at_the_same_time_and_change_places_within_the_cpus(runner, tmp_path):
-    source = Folder.make(tmp_path / "raw", {f"{i:03d}": "slow:0.03" for i in range(40)})
-    stages = [Stage(Numbers(), name=name) for name in ("one", "two", "three")]
+    texts = {f"{i:03d}": "slow:0.03" for i in range(40)} | {"000": f"meet:{tmp_path / 'place'}"}
+    source = Folder.make(tmp_path / "raw", texts)
+    stages = [Stage(Numbers(rows=rows), name=f"rows_{rows}") for rows in (3, 4, 5)]
     runs = Runs(tmp_path)
     summary = runs(job(source, *stages), runner())
     assert [counts(summary, s.name) for s in stages] == [{"made": 40}] * 3
+
+
+def test_items_are_prepared_while_the_gpu_works(runner, tmp_path):
+    gate = tmp_path / "gate"  # the first batch waits until the third is prepared
+    texts = {f"{i:03d}": "x" for i in range(20)} | {"000": f"gate:{gate}", "010": f"open:{gate}"}
+    summary = Runs(tmp_path)(job(Folder.make(tmp_path / "raw", texts), Stage(OnGpu())), runner())
+    assert counts(summary, "numbers") == {"made": 20}
+
+
+def test_few_prepared_calls_wait_for_a_gpu():
+    from pipelines.runners.ray import _PREPARED_AHEAD, _Lane, _Stage
+
+    stage = _Stage(StageTask(Stage(OnGpu()), None, "store", "recipe"))
+    lane = _Lane("numbers prepare", "prepare", stage)
+    stage.queue.extend(Work(f"{i}", bytes(16), bytes(16)) for i in range(100))
+    stage.prepared.extend([((), None)] * (_PREPARED_AHEAD - 2))
+    stage.preparing = 1
+    assert lane.waiting == 100
+    stage.preparing = 2
+    assert lane.waiting == 0
+    assert _PREPARED_AHEAD < 10
 
 
 @pytest.mark.usefixtures("cluster")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import storage
 from tests.storage.small_store import fill, objects
 
 HEAVY = [
@@ -48,6 +50,22 @@ def test_reading_a_record_loads_no_more_than_pyarrow_does(tmp_path: Path) -> Non
     fill(tmp_path, {"a": objects(3)})
     code = "import storage, sys; r = storage.open(sys.argv[1])['objects']; assert len(r) == 1; r['a']['feature'].sum()"
     assert loaded(code, str(tmp_path)) in ("[]", "['pandas']")  # pyarrow looks for pandas when it converts a list
+
+
+CORE = {"numpy", "pyarrow", "h5py", "deltalake", "fsspec"}
+FOR_TRAINING = {"collate.py", "recycle.py", "torch_data.py"}  # not imported by `import storage`
+
+
+@pytest.mark.parametrize("path", sorted(Path(storage.__file__).parent.glob("*.py")), ids=lambda path: path.name)
+def test_storage_names_its_five_packages_and_no_other(path: Path) -> None:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(str(node.module).split(".")[0])
+    allowed = CORE | {"storage"} | ({"torch"} if path.name in FOR_TRAINING else set())
+    assert names - set(sys.stdlib_module_names) <= allowed
 
 
 def test_the_other_packages_are_not_imported() -> None:
