@@ -215,13 +215,7 @@ def light_and_composite(scene: Any, mesh: Any) -> None:
     material.use_nodes = True
     nodes, links = material.node_tree.nodes, material.node_tree.links
     surface = next(node for node in nodes if node.type == "BSDF_PRINCIPLED")
-    for name, value in {
-        "Metallic": 0.0,
-        "Roughness": 0.4,
-        "Specular IOR Level": 0.5,
-        "IOR": 1.45,
-        "Alpha": 1.0,
-    }.items():
+    for name, value in PRINCIPLED.items():
         surface.inputs[name].default_value = value
     color = nodes.new("ShaderNodeVertexColor")  # an empty name: the mesh's render colour
     links.new(color.outputs["Color"], surface.inputs["Base Color"])

@@ -21,7 +21,8 @@ class Scan:
         axis_align: (4, 4) float64, raw scan frame -> axis-aligned frame, None where the dataset
             gives none (ScanNet test scans).
         frame: frame of `xyz`: `scan` (raw) or `aligned` (axis_align already applied).
-        normals: (vertex, 3) float32 where the file stores them, else None.
+        normals: (vertex, 3) float32 where the file stores them, else None; in the raw scan frame, whatever `frame` says
+            (ScanQA's aligned arrays move the points alone).
     """
 
     xyz: np.ndarray

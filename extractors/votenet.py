@@ -129,6 +129,7 @@ class VoteNet(Extractor):
         height_percentile: percentile of z that counts as floor (all families: 0.99, not 99).
         color_mode: `exact`, or `legacy_saturated` for checkpoints that SQA3D's loader trained on constant colours.
         normal_mode: `exact`, or `legacy`: ScanQA's, which keep one face per corner and are not turned with the scan.
+            ScanQA's arrays have no faces: what they store is legacy, and `exact` turns it with the scan.
         mean_sizes: (18, 3) metres in place of the family's.
         feature_dtype: float32 or float16, of the stored feature.
     """
@@ -218,6 +219,7 @@ class VoteNet(Extractor):
             InvalidValues: fewer than 10 usable vertices, or coordinates beyond 10 km.
             NoColors: colours are needed and there are none.
             NoFaces: normals are needed and there are neither faces nor stored normals.
+            InvalidValues: exact normals are needed, the points are aligned, and their alignment is not known.
         """
         (scan,) = inputs
         if self.colored and self.color_mode == "exact" and scan.rgb is None:
@@ -242,11 +244,7 @@ class VoteNet(Extractor):
             rgb = scan.rgb[vertex] if scan.rgb is not None else np.zeros((len(vertex), 3))
             columns.append(pointcloud.normalise_colors(rgb, self.color_mode))
         if self.use_normal:
-            normals = scan.normals
-            if normals is None or self.normal_mode == "legacy":
-                normals = pointcloud.vertex_normals(scan.xyz, scan.faces, self.normal_mode)
-            exact = turn is not None and self.normal_mode == "exact"
-            columns.append(normals[vertex] @ turn[:3, :3].T if exact and turn is not None else normals[vertex])
+            columns.append(self._normals(key, scan, vertex))
         if self.use_height:
             columns.append(height[place][:, None])
         points = np.concatenate(columns, 1).astype(np.float32)
@@ -301,6 +299,20 @@ class VoteNet(Extractor):
         if scan.axis_align is None or scan.frame == self.frame:
             return None
         return scan.axis_align if self.frame == "aligned" else np.linalg.inv(scan.axis_align)
+
+    def _normals(self, key: str, scan: Scan, vertex: np.ndarray) -> np.ndarray:
+        """Unit normals of some vertices, (len(vertex), 3), in the frame asked for; legacy ones stay as they are."""
+        if scan.normals is None or (self.normal_mode == "legacy" and len(scan.faces)):
+            normals, turn = pointcloud.vertex_normals(scan.xyz, scan.faces, self.normal_mode), self._turn(scan)
+        elif self.normal_mode == "exact" and scan.frame == "aligned" and scan.axis_align is None:
+            raise InvalidValues(
+                f"{key}: the points are aligned, their normals are not, and the alignment is not known: put the scan's "
+                "folder with its .txt beside them, or set votenet.normal_mode=legacy, which leaves normals as they are"
+            )
+        else:  # stored ones are in the raw frame
+            normals, turn = scan.normals, scan.axis_align if self.frame == "aligned" else None
+        chosen: np.ndarray = normals[vertex]
+        return chosen if turn is None or self.normal_mode == "legacy" else chosen @ turn[:3, :3].T
 
     def _record(self, scan: Points, boxes: Boxes, votes: np.ndarray, tokens: np.ndarray, seed: np.ndarray) -> Record:
         from extractors.detection import detect_mmdet3d, detect_votenet

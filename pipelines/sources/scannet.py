@@ -199,13 +199,19 @@ def read_labels(segments: Path, aggregation: Path, label_table: Path) -> Labels:
         )
     except (KeyError, TypeError) as error:
         raise UnsupportedFile(f"{segments} or {aggregation}: not ScanNet's segs and aggregation: no {error}") from error
-    return Labels(segment, groups, _read_nyu40(label_table))
+    if not label_table.is_file():
+        raise MissingFile(f"{label_table}: no such file; put ScanNet's {_TSV} into the root folder")
+    return Labels(segment, groups, _read_nyu40(label_table, _version(label_table)))
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Another one when the file was written again, its times set back or not: workers outlive such changes."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(4)
-def _read_nyu40(path: Path) -> dict[str, int]:
-    if not path.is_file():
-        raise MissingFile(f"{path}: no such file; put ScanNet's {_TSV} into the root folder")
+def _read_nyu40(path: Path, _version: tuple[int, ...]) -> dict[str, int]:
     with path.open(newline="") as file:
         rows = csv.DictReader(file, delimiter="\t")
         if not {"raw_category", "nyu40id"} <= set(rows.fieldnames or ()):
@@ -214,11 +220,11 @@ def _read_nyu40(path: Path) -> dict[str, int]:
 
 
 def _alignments(infos: Path) -> dict[str, np.ndarray]:
-    return _read_alignments(infos, infos.stat().st_mtime_ns)
+    return _read_alignments(infos, _version(infos))
 
 
 @lru_cache(4)
-def _read_alignments(infos: Path, _changed: int) -> dict[str, np.ndarray]:
+def _read_alignments(infos: Path, _version: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Axis alignments of an info pickle of mmdetection3d, of its format before or since 1.1."""
     data = read_pickle(infos)
     if isinstance(data, dict):

@@ -173,6 +173,35 @@ def test_exact_normals_turn_with_the_scan_and_legacy_ones_do_not() -> None:
     np.testing.assert_array_equal(normals["legacy", "aligned"], normals["legacy", "scan"])
 
 
+@pytest.mark.parametrize("moved", [False, True], ids=["_vert", "_aligned_vert"])
+def test_stored_normals_of_scanqas_arrays_are_in_the_raw_frame(moved: bool) -> None:
+    room = scan()
+    stored = vertex_normals(room.xyz, room.faces, "legacy")
+    no_faces = np.zeros((0, 3), np.int32)
+    array = dataclasses.replace(room, normals=stored, faces=no_faces)
+    if moved:  # ScanQA aligns the points and leaves the normals
+        xyz = (room.xyz @ room.axis_align[:3, :3].T + room.axis_align[:3, 3]).astype(np.float32)
+        array = dataclasses.replace(array, xyz=xyz, frame="aligned")
+
+    def normals(given: Scan, **settings: Any) -> np.ndarray:
+        prepared = small(use_normal=True, use_color=False, **settings).prepare("room", given)
+        np.testing.assert_array_equal(prepared.vertex, small(use_color=False).prepare("room", given).vertex)
+        return prepared.points[:, 3:6]
+
+    raw = stored[small().prepare("room", array).vertex]
+    turned = raw @ room.axis_align[:3, :3].T
+    for frame, exact in (("scan", raw), ("aligned", turned)):
+        np.testing.assert_allclose(normals(array, frame=frame), exact, atol=1e-6)
+        np.testing.assert_array_equal(normals(array, frame=frame, normal_mode="legacy"), raw)
+    unknown = dataclasses.replace(array, axis_align=None)
+    if moved:
+        with pytest.raises(InvalidValues, match="room: .*alignment is not known"):
+            normals(unknown)
+    else:
+        np.testing.assert_array_equal(normals(unknown), raw)
+    np.testing.assert_array_equal(normals(unknown, normal_mode="legacy"), raw)
+
+
 def test_points_are_drawn_from_the_kept_vertices_alone() -> None:
     prepared = small(max_points=600).prepare("room", scan())
     assert len(np.unique(prepared.vertex)) <= 600
@@ -285,6 +314,44 @@ def test_conversion_between_namings_keeps_the_outputs(source: Any, to: Any) -> N
     points = torch.from_numpy(small(use_color=False).prepare("room", scan()).points)[None]
     expected, ours = network(points, "seed_fps")["proposal_raw"], other(points, "seed_fps")["proposal_raw"]
     assert (ours - expected).norm() / expected.norm() < 1e-5
+
+
+# One key of each part, as the official code names it: ScanQA, facebookresearch, mmdet3d.
+SA, FP = "mlp_module.layer2", "mlp.layer1"
+OFFICIAL = [
+    (f"detection_backbone.sa4.{SA}.conv.weight", f"backbone_net.sa4.{SA}.conv.weight",
+     "backbone.SA_modules.3.mlps.0.layer2.conv.weight"),
+    (f"detection_backbone.sa1.{SA}.bn.bn.running_var", f"backbone_net.sa1.{SA}.bn.bn.running_var",
+     "backbone.SA_modules.0.mlps.0.layer2.bn.running_var"),
+    (f"detection_backbone.fp2.{FP}.conv.weight", f"backbone_net.fp2.{FP}.conv.weight",
+     "backbone.FP_modules.1.mlps.layer1.conv.weight"),
+    ("voting_net.conv2.bias", "vgen.conv2.bias", "bbox_head.vote_module.vote_conv.1.conv.bias"),
+    ("voting_net.bn1.weight", "vgen.bn1.weight", "bbox_head.vote_module.vote_conv.0.bn.weight"),
+    ("voting_net.conv3.weight", "vgen.conv3.weight", "bbox_head.vote_module.conv_out.weight"),
+    (f"proposal_net.vote_aggregation.{SA}.conv.weight", f"pnet.vote_aggregation.{SA}.conv.weight",
+     "bbox_head.vote_aggregation.mlps.0.layer2.conv.weight"),
+    ("proposal_net.proposal.0.weight", "pnet.conv1.weight",
+     "bbox_head.conv_pred.shared_convs.layer0.conv.weight"),
+    ("proposal_net.proposal.4.bias", "pnet.bn2.bias", "bbox_head.conv_pred.shared_convs.layer1.bn.bias"),
+]  # fmt: skip
+
+
+def test_parts_have_their_official_names_in_each_naming() -> None:
+    network = random_network(4)
+    by_naming = {naming: votenet_namings.convert(network.state_dict(), naming) for naming in NAMINGS}
+    for names in OFFICIAL:
+        values = [by_naming[naming][name] for naming, name in zip(NAMINGS, names, strict=True)]
+        assert torch.equal(values[0], values[1])
+        assert torch.equal(values[0], values[2])
+    facebook, mmdet3d = by_naming["votenet"], by_naming["mmdet3d"]
+    last = facebook["pnet.conv3.weight"]
+    assert torch.equal(by_naming["scanqa"]["proposal_net.proposal.6.weight"], last)
+    assert torch.equal(mmdet3d["bbox_head.conv_pred.conv_cls.weight"], torch.cat([last[:2], last[79:]]))
+    assert torch.equal(mmdet3d["bbox_head.conv_pred.conv_reg.weight"], last[2:79])
+    for i, conv in ((0, "conv1"), (3, "conv2")):  # ScanQA's head has no bias there: it moves into the mean behind it
+        assert f"proposal_net.proposal.{i}.bias" not in by_naming["scanqa"]
+        mean = facebook[f"pnet.bn{conv[-1]}.running_mean"] - facebook[f"pnet.{conv}.bias"]
+        assert torch.equal(by_naming["scanqa"][f"proposal_net.proposal.{i + 1}.running_mean"], mean)
 
 
 def test_namings_have_the_official_number_of_entries() -> None:

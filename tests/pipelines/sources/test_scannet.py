@@ -1,6 +1,7 @@
 """The ScanNet source: three layouts, splits, alignment, annotation, and files that are not as they should be."""
 
 import json
+import os
 import pickle
 
 import numpy as np
@@ -148,6 +149,37 @@ def test_points_of_mmdetection3d_are_read_with_the_alignment_of_their_infos(tmp_
     np.testing.assert_array_equal(scan.rgb, RGB)
     np.testing.assert_array_equal(scan.axis_align, ALIGN)
     assert scan.faces.shape == (0, 3)
+
+
+def test_shared_files_are_read_again_when_they_change_whatever_their_time(root, tmp_path):
+    def rewrite(path, content):
+        before = path.stat()
+        path.write_bytes(content)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    table = root / "scannetv2-labels.combined.tsv"
+    known = ScanNet(root).open("scene0000_00", "labels").nyu40
+    label, number = next(iter(known.items()))
+    other = 9 if number != 9 else 8
+    lines = table.read_text().splitlines()
+    cells = lines[1].split("\t")
+    assert cells[1] == label
+    cells[4] = str(other)
+    rewrite(table, "\n".join([lines[0], "\t".join(cells), *lines[2:]]).encode())
+    assert ScanNet(root).open("scene0000_00", "labels").nyu40[label] == other
+
+    points, infos = tmp_path / "mmdet3d", tmp_path / "mmdet3d" / "scannet_infos_val.pkl"
+    points.mkdir()
+    np.zeros((4, 6), "<f4").tofile(points / "scene0000_00.bin")
+    for shift in (1.0, 2.0):
+        align = np.array(ALIGN, np.float64)
+        align[0, 3] = shift
+        entry = {"point_cloud": {"lidar_idx": "scene0000_00"}, "annos": {"axis_align_matrix": align}}
+        if infos.exists():
+            rewrite(infos, pickle.dumps([entry]))
+        else:
+            infos.write_bytes(pickle.dumps([entry]))
+        assert ScanNet(points).open("scene0000_00", "scan").axis_align[0, 3] == shift
 
 
 class Trap:
