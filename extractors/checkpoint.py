@@ -11,6 +11,7 @@ import hashlib
 import logging
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,9 @@ class Fit:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a `.safetensors` file or anything that `torch.save` wrote, as tensors and plain values alone.
+    """Read a safetensors file or anything that `torch.save` wrote, as tensors and plain values alone.
+
+    What a file is counts, not what it is called.
 
     Raises:
         WeightsError: there is no file, or it is damaged, or no checkpoint, or holds objects whose unpickling would run
@@ -100,7 +103,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_file():
         raise WeightsError(f"{path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}")
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    with path.open("rb") as file:
+        head = file.read(9)
+    safetensors = head[8:] == b"{" and 8 + int.from_bytes(head[:8], "little") <= path.stat().st_size
+    content = _read_safetensors(path) if safetensors else _read_torch(path)
     wrapper = ""
     others: tuple[str, ...] = ()
     meta: Mapping[str, Any] = {}
@@ -121,10 +127,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
             notes.append(f"the averaged weights (EMA, {wrapper}) are taken")
     if not isinstance(content, Mapping) or not content:
         raise WeightsError(f"{path}: holds a {type(content).__name__}, expected tensors by name (a state_dict)")
-    if strangers := [key for key, value in content.items() if not (isinstance(key, str) and _is_tensor(value))]:
+    if strangers := [key for key, value in content.items() if not (isinstance(key, str) and _is_plain_tensor(value))]:
         raise WeightsError(
-            f"{path}: entries that are no tensors: {_some(strangers)}; expected a state_dict, bare or under one of "
-            f"{', '.join(_WRAPPERS)}"
+            f"{path}: entries that are no plain tensors: {_some(strangers)}; expected a state_dict, bare or "
+            f"under one of {', '.join(_WRAPPERS)}"
         )
     prefix = "module." if all(key.startswith("module.") for key in content) else ""
     state = {key.removeprefix(prefix): value for key, value in content.items()}
@@ -166,7 +172,7 @@ def load_strict(module: nn.Module, state: Mapping[str, Tensor], where: str) -> N
         where: the file, for the error text.
 
     Raises:
-        WeightsError: keys are missing, unexpected, of another shape, or hold NaN or infinity.
+        WeightsError: keys are missing, unexpected, of another shape, whole numbers, or hold NaN or infinity.
     """
     import torch
 
@@ -183,6 +189,12 @@ def load_strict(module: nn.Module, state: Mapping[str, Tensor], where: str) -> N
         if key in state and state[key].shape != own[key].shape
     ]:
         faults.append(f"other shapes: {_some(shapes)}")
+    if kinds := [
+        f"{key} is {state[key].dtype}, expected {own[key].dtype}"
+        for key in own
+        if key in state and own[key].is_floating_point() and not state[key].is_floating_point()
+    ]:
+        faults.append(f"other types: {_some(kinds)}")
     if broken := [key for key, value in state.items() if not bool(torch.isfinite(value).all())]:
         faults.append(f"NaN or infinity in: {_some(sorted(broken))}")
     if faults:
@@ -306,15 +318,32 @@ class _LeftOut:
     def __setstate__(self, state: Any) -> None: ...
 
 
+def _check_sums(path: Path) -> None:
+    """Compare the checksums in what torch.save wrote, which torch.load does not: one flipped bit is another weight."""
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                if entry.CRC and entry.compress_type == zipfile.ZIP_STORED:  # 0: saved without
+                    with archive.open(entry) as file:
+                        while file.read(1 << 20):
+                            pass
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        raise WeightsError(f"{path}: damaged: {error}; get the file again") from error
+
+
 def _read_torch(path: Path) -> Any:
     import torch
 
+    _check_sums(path)
     left_out: list[Any] = []
     while True:
         try:
             with warnings.catch_warnings(), torch.serialization.safe_globals(left_out):
                 warnings.simplefilter("ignore")  # of formats that are refused below
-                return torch.load(path, map_location="cpu", weights_only=True)
+                with path.open("rb") as file:  # of a path torch looks at the suffix
+                    return torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # an unpickler of foreign bytes raises whatever it meets
             if blocked := re.search(r"GLOBAL (\S+)", str(error)):
                 name = blocked[1]
@@ -337,10 +366,13 @@ def _read_torch(path: Path) -> Any:
             ) from error
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_plain_tensor(value: Any) -> bool:
+    """A tensor whose values are there, as real numbers."""
     import torch
 
-    return isinstance(value, torch.Tensor)
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return False
+    return not (value.is_meta or value.is_quantized or value.is_complex())
 
 
 def _some(names: list[Any]) -> str:

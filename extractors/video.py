@@ -126,7 +126,7 @@ class Video(Extractor):
             InvalidValues: `rate_hz` needs times, and these do not ascend.
         """
         if self.every is not None:
-            kept = np.arange(0, len(times_s), self.every)
+            kept = np.arange(len(times_s))[:: self.every]  # arange itself takes no step beyond 64 bits
         else:
             assert self.rate_hz is not None
             if len(times_s) > 1 and not (np.diff(times_s) > 0).all():

@@ -75,6 +75,55 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, name: str) -> N
         read_state(tmp_path / name)
 
 
+def test_one_flipped_bit_of_a_weight_is_noticed(tmp_path: Path) -> None:
+    torch.save({"a": torch.full((1000,), 7.0)}, tmp_path / "a.pth")
+    data = bytearray((tmp_path / "a.pth").read_bytes())
+    data[data.index(torch.full((9,), 7.0).numpy().tobytes()) + 400] ^= 1
+    (tmp_path / "a.pth").write_bytes(data)
+    with pytest.raises(WeightsError, match=r"a\.pth: damaged.*get the file again"):
+        read_checkpoint(tmp_path / "a.pth")
+
+
+def test_a_file_saved_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(2)}, tmp_path / "a.pth")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert read_state(tmp_path / "a.pth")["a"].tolist() == [1, 1]
+
+
+def test_the_form_of_a_file_counts_and_not_its_name(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(2)}, tmp_path / "a.pth")
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    for name in ("a.pth", "a.safetensors"):
+        assert read_state(tmp_path / name)["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(2, device="meta"),
+        torch.ones(2, 2).to_sparse(),
+    ],
+    ids=["complex", "without values", "sparse"],
+)
+def test_tensors_that_are_no_plain_numbers_are_refused(value: torch.Tensor, tmp_path: Path) -> None:
+    torch.save({"a": value}, tmp_path / "a.pth")
+    with pytest.raises(WeightsError, match=r"a\.pth: entries that are no plain tensors: a"):
+        read_checkpoint(tmp_path / "a.pth")
+
+
+def test_whole_numbers_are_no_weights() -> None:
+    module = small()
+    state = {key: value.to(torch.int64) for key, value in module.state_dict().items()}
+    with pytest.raises(WeightsError, match=r"other types: 0.weight is torch.int64, expected torch.float32"):
+        load_strict(module, state, "a.pth")
+
+
 def test_a_truncated_checkpoint_is_named(tmp_path: Path) -> None:
     path = tmp_path / "cut.pth"
     torch.save({"weight": torch.zeros(5000)}, path)

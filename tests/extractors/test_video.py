@@ -90,6 +90,16 @@ def test_sens_gives_the_first_of_every_20_frames_with_poses(sens: Path) -> None:
     assert record["decoder"][0] == f"opencv {cv2.__version__}"
 
 
+def test_frames_of_a_sens_that_are_not_kept_are_not_decoded(sens: Path) -> None:
+    whole = extract(Video(), sens, "sens")
+    data = sens.read_bytes()
+    assert data.count(jpeg(7)) == 1
+    sens.write_bytes(data.replace(jpeg(7), bytes(len(jpeg(7)))))
+    np.testing.assert_array_equal(extract(Video(), sens, "sens")["frame"], whole["frame"])
+    with pytest.raises(DecodeError, match="frame 7"):
+        extract(Video(every=7), sens, "sens")
+
+
 @pytest.mark.parametrize(("up", "turns"), [("up", 0), ("right", 1), ("down", 2), ("left", 3)])
 def test_upright_turn_brings_world_z_up(up: str, turns: int) -> None:
     poses = np.stack([pose(up), pose(up), pose("up")])
@@ -167,6 +177,10 @@ def test_frames_of_a_variable_rate_are_found_by_number_and_by_time(make_video: M
 
 def test_choice_by_time_of_a_single_frame() -> None:
     assert Video(every=None, rate_hz=2.0).choose(np.array([3.5]), Path("x")).tolist() == [0]
+
+
+def test_a_step_beyond_the_clip_keeps_its_first_frame() -> None:
+    assert Video(every=10**20).choose(np.arange(5.0), Path("x")).tolist() == [0]
 
 
 def test_rotated_odd_sized_and_ten_bit_files_give_frames(make_video: Make, read_number: Read) -> None:
