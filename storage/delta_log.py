@@ -1,18 +1,25 @@
 """The log of the manifest's Delta Lake table: which data files a snapshot has, and commits to it.
 
 deltalake's threads do not survive a fork: a forked process can't commit, and asks a new process to read the log.
+
+deltalake leaves it to the system when the log reaches the disk. We sync it right after; a power cut before that can
+leave the newest entry or checkpoint with other bytes than were written, which `_mend` undoes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
@@ -93,6 +100,8 @@ def look(url: str, version: int | None) -> Snapshot:
             return Snapshot(EMPTY, "", ())
         raise StoreNotFound(f"no store at {url.removesuffix('/manifest')}, so no snapshot {version}") from None
     except (DeltaError, OSError) as error:
+        if _mend(url):
+            return look(url, version)
         what = "the newest snapshot" if version is None else f"snapshot {version}"
         why = plain(error)
         if version is not None and (newest := look(url, None).version) < version:
@@ -104,6 +113,59 @@ def look(url: str, version: int | None) -> Snapshot:
     names = ("path", "partition.stage", "size_bytes", "num_records", "min.item", "max.item")
     columns = [listed[n].to_pylist() if n in listed.column_names else [None] * len(listed) for n in names]
     return Snapshot(table.version(), str(table.metadata().id), tuple(map(File, *columns)))
+
+
+def _mend(url: str) -> bool:
+    """Drop what a power cut left unreadable of the log, and say whether there was any.
+
+    A checkpoint only repeats the entries before it, which are all kept. An entry that never was whole on the disk is
+    the newest, and stands for a commit that did not happen: it becomes an empty one.
+    """
+    log = Path(url, "_delta_log")
+    if "://" in url or not log.is_dir():
+        return False
+    mended = False
+    with suppress(OSError):  # it can't be written here
+        checkpoints = set(log.glob("*.checkpoint*.parquet"))
+        for path in {path for path in checkpoints if not _is_parquet(path)}:
+            path.unlink()
+            checkpoints.remove(path)
+            mended = True
+        hint = log / "_last_checkpoint"
+        if hint.exists() and not any(path.name.startswith(_version_in(hint)) for path in checkpoints):
+            hint.unlink()
+            mended = True
+        entries = sorted(log.glob("*.json"))
+        if entries and not _is_json(entries[-1]):
+            os.truncate(entries[-1], 0)
+            mended = True
+        if len(entries) == 1 and not entries[0].stat().st_size:
+            entries[0].unlink()
+            mended = True
+    return mended
+
+
+def _version_in(hint: Path) -> str:
+    """The version of the checkpoint that `_last_checkpoint` names, as it stands in file names."""
+    try:
+        return f"{json.loads(hint.read_bytes())['version']:020d}."
+    except (ValueError, KeyError, TypeError):
+        return "none"
+
+
+def _is_parquet(path: Path) -> bool:
+    try:
+        pq.read_table(path)
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        return all(isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines())
+    except ValueError:
+        return False
 
 
 def _look_elsewhere(url: str, version: int | None) -> Snapshot:

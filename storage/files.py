@@ -22,6 +22,7 @@ from storage.errors import CacheError, StoreNotFound, StoreUnwritable
 _FLOW_S = 0.02  # between two fsyncs of a file that grows
 TEMPORARY = ".tmp-"
 _TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{16}")
+_ODD_PATH = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f]")  # deltalake takes these for other characters, or none
 RESERVED = {"manifest", "recipes", "locks", "runs"}
 
 
@@ -66,13 +67,16 @@ class Folder:
         local: the folder as a path, None under a URL such as s3:// or gs://.
 
     Raises:
-        StoreNotFound: a URL that fsspec can't open: no such protocol, or its package is not installed.
+        StoreNotFound: a URL that fsspec can't open: no such protocol, or its package is not installed. Or a path with
+            an escape such as %20, a backslash or a control character.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
         self.url = os.fspath(url).removeprefix("file://").rstrip("/") or "/"
         self.local: Path | None = None if "://" in self.url else Path(self.url).absolute()
         self.url = str(self.local or self.url)
+        if self.local is not None and (odd := _ODD_PATH.search(self.url)):
+            raise StoreNotFound(f"can't use {self.url!r}: the path of a store can't hold {odd[0]!r}; rename the folder")
         if self.local is None:
             try:
                 self.fs  # noqa: B018  # before hours of work, not after
@@ -282,8 +286,8 @@ def unwritable(path: str) -> Iterator[None]:
 
 
 def plain(error: Exception) -> str:
-    """An error's text on one line, without the colours that deltalake puts into it."""
-    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
+    """An error's text on one line, without the colours and the stack that deltalake puts into it."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m|\n\s+0: .*", "", str(error), flags=re.DOTALL).split())
 
 
 def free_space(path: str) -> str:

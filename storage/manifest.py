@@ -263,11 +263,13 @@ class Manifest:
         return AddAction(name, size, {"stage": stage}, int(time.time() * 1000), change, text)
 
     def _sync_log(self, base: int) -> None:
-        """fsync the log entries since a version, which deltalake leaves to the system."""
+        """fsync the log since a version, and its checkpoints, which deltalake leaves to the system."""
         if self.folder.local is not None:
             log = self.folder.local / "manifest" / "_delta_log"
-            for version in range(base + 1, self.snapshot + 1):
+            for version in range(base, self.snapshot + 1):
                 sync(log / f"{version:020d}.json")
+                with suppress(FileNotFoundError):  # few versions have one
+                    sync(log / f"{version:020d}.checkpoint.parquet")
             sync(log)
 
     # Recipes
