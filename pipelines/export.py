@@ -130,13 +130,12 @@ def flat(record: Record, schema: Schema) -> dict[str, np.ndarray]:
         array = record[name]
         if array.dtype != object:
             arrays[name] = array
-        elif column.dtype == "string" and None not in column.dims:
+        elif column.dtype == "string":
             arrays[name] = array.astype(str)
         else:
-            as_bytes = column.dtype == "bytes" and None not in column.dims
-            parts = [np.frombuffer(v, np.uint8) if as_bytes else np.asarray(v) for v in array.reshape(-1)]
-            empty = np.zeros(0, np.uint8 if as_bytes else str if column.dtype == "string" else column.dtype)
-            arrays[name] = np.concatenate([empty, *parts]) if parts else empty
+            as_bytes = column.dtype == "bytes"
+            parts = [np.frombuffer(value, np.uint8) if as_bytes else value for value in array.reshape(-1)]
+            arrays[name] = np.concatenate([np.zeros(0, np.uint8 if as_bytes else column.dtype), *parts])
             arrays[f"{name}_offsets"] = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
     return arrays
 
@@ -163,12 +162,12 @@ def _parquet(path: Path, record: Record, schema: Schema) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    texts = {"string": pa.string(), "bytes": pa.binary()}
     columns: dict[str, pa.Array] = {}
     for name, column in schema.columns.items():
         array = record[name] if schema.element else record[name][None]
-        if array.dtype == object:
-            values = array.tolist() if None not in column.dims else [list(value) for value in array]
-            columns[name] = pa.array(values)
+        if array.dtype == object:  # the type is said, since nothing tells it where there is no element
+            columns[name] = pa.array(array, texts.get(column.dtype) or pa.list_(pa.from_numpy_dtype(column.dtype)))
             continue
         values = pa.array(array.reshape(-1))
         for length in reversed(array.shape[1:]):

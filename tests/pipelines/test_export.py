@@ -111,6 +111,29 @@ def test_text_bytes_and_lists_are_exported_without_pickle(tmp_path: Path) -> Non
                 assert bytes(part) == value if column == "image" else part.tolist() == value.tolist()
 
 
+def test_an_empty_record_is_exported_with_the_types_of_the_others(tmp_path: Path) -> None:
+    columns = {"text": ((), "string"), "image": ((), "bytes"), "ids": ((None,), "int16"), "box": ((7,), "float32")}
+    schema = storage.Schema({name: storage.Column(*column) for name, column in columns.items()}, element="object")
+    full = {
+        "text": np.array(["a"], object),
+        "image": np.array([b"b"], object),
+        "ids": np.array([None], object),
+        "box": np.zeros((1, 7), np.float32),
+    }
+    full["ids"][0] = np.array([1, 2], np.int16)
+    writer = storage.ShardWriter(tmp_path / "store", "objects", schema)
+    for key, record in (("full", full), ("empty", {name: array[:0] for name, array in full.items()})):
+        writer.add(storage.Row("objects", key, bytes(16), bytes(16), "0" * 32, "ok"), record)
+    storage.Manifest(tmp_path / "store").commit(writer.flush())
+    records = storage.open(tmp_path / "store")["objects"]
+    paths = [tmp_path / "parquet" / name for name in export(records, tmp_path / "parquet", "parquet").values()]
+    assert pq.read_schema(paths[0]) == pq.read_schema(paths[1])
+    assert pq.read_table(paths).num_rows == 1
+    paths = [tmp_path / "npz" / name for name in export(records, tmp_path / "npz", "npz").values()]
+    one, other = (dict(np.load(path)) for path in paths)
+    assert {name: array.dtype.kind for name, array in one.items()} == {name: a.dtype.kind for name, a in other.items()}
+
+
 def test_file_names_are_safe_and_different_for_any_keys() -> None:
     keys = ["scene0000_00", "Scene0000_00", "a/b", "a b", "..", ".hidden", "ü", "x" * 300, "con.txt"]
     names = file_names(keys, ".npz")
