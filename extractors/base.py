@@ -103,7 +103,7 @@ class Extractor:
         """Do the part that needs no weights (CPU, per item, seeded from the key).
 
         Args:
-            key: item key, the only source of randomness (`rng_for`).
+            key: item key, the only source of randomness (`seed_for`).
             inputs: one value per entry of `takes`: a typed input (`extractors.inputs`) or an
                 earlier stage's record.
 

@@ -96,13 +96,6 @@ def bottom_from_centre(boxes: np.ndarray) -> np.ndarray:
     return result
 
 
-def centre_from_bottom(boxes: np.ndarray) -> np.ndarray:
-    """The opposite of `bottom_from_centre`."""
-    result = np.array(boxes)
-    result[:, 2] += result[:, 5] / 2
-    return result
-
-
 def wrap(angle: np.ndarray) -> np.ndarray:
     """The same angle in [-pi, pi), radians."""
     wrapped = np.mod(angle + np.pi, 2 * np.pi) - np.pi

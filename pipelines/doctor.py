@@ -56,7 +56,7 @@ if torch.cuda.is_available():
 """
 _RAY = """
 import os
-from pipelines.runners.ray import start_ray
+from pipelines.runners.ray_session import start_ray
 start_ray(1, None)
 import ray
 assert ray.get(ray.remote(lambda: 6 * 7).remote()) == 42
