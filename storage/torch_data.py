@@ -83,6 +83,9 @@ class MapDataset(Dataset[Sample]):
             data.schema if joined is None else {records.stage: records.schema for records in joined}  # type: ignore[attr-defined]
         )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.data!r}: {len(self)} items)"
+
     def __len__(self) -> int:
         return len(self.keys)
 
@@ -185,6 +188,13 @@ class Stream(DataLoader[Batch]):
         self.__dict__.update(state)
         self._iterations = 0
         self.collate_fn = self._named(state["collate_fn"].collate)
+
+    def __repr__(self) -> str:
+        o = self.order
+        return (
+            f"Stream({self.dataset!r}, batch_size={o.batch_size}, seed={o.seed}, shuffle={o.shuffle}, last={o.last!r}, "
+            f"rank={o.rank}, world_size={o.world_size}, num_workers={self.num_workers}, epoch={o.epoch})"
+        )
 
     @property
     def epoch(self) -> int:

@@ -182,6 +182,18 @@ def test_a_whole_cache_is_refused_with_what_to_give_instead(url, what):
             read()
 
 
+def test_datasets_and_streams_say_what_they_read(url):
+    records = storage.open(url)["objects"].select("feature")
+    dataset = MapDataset(records)
+    assert repr(dataset) == f"MapDataset({records!r}: {COUNT} items)"
+    stream = Stream(records, 4, seed=3, last="drop", rank=1, world_size=2)
+    stream.set_epoch(5)
+    assert repr(stream) == (
+        f"Stream({dataset!r}, batch_size=4, seed=3, shuffle=True, last='drop', rank=1, world_size=2, "
+        "num_workers=0, epoch=5)"
+    )
+
+
 def test_storage_itself_does_not_import_torch():
     code = "import sys, storage, storage.lookup, storage.order; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
