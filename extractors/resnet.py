@@ -1,7 +1,7 @@
-"""ResNet (He et al. 2016) with a feature pyramid (Lin et al. 2017), for checkpoints of torchvision and detectron2.
+"""ResNet (He et al. 2016) with a feature pyramid (Lin et al. 2017); reads torchvision's, detectron2's and Caffe2's.
 
 Parameters have torchvision's names (`body.layer1.0.conv1.weight`, `fpn.inner_blocks.0.0.weight`); `to_torchvision`
-renames what detectron2 wrote. Normalisation is frozen: it always uses the stored statistics.
+renames what detectron2 and Detectron wrote. Normalisation is frozen: it always uses the stored statistics.
 """
 
 from __future__ import annotations
@@ -149,6 +149,28 @@ _DETECTRON2 = [  # (detectron2's name, torchvision's)
     (re.compile(r"fpn_lateral(\d)\.(weight|bias)"), r"fpn.inner_blocks.<<\1>>.0.\2"),
     (re.compile(r"fpn_output(\d)\.(weight|bias)"), r"fpn.layer_blocks.<<\1>>.0.\2"),
 ]
+# Detectron's blobs, for Caffe2 (R-50.pkl), with detectron2's names; a trainer's momenta and other parts are not read.
+_CAFFE2 = [
+    (re.compile(r"conv1_w"), r"stem.conv1.weight"),
+    (re.compile(r"res_conv1_bn_(s|b)"), r"stem.conv1.norm.<\1>"),
+    (re.compile(r"(res\d)_(\d+)_branch(1|2a|2b|2c)_w"), r"\1.\2.<\3>.weight"),
+    (re.compile(r"(res\d)_(\d+)_branch(1|2a|2b|2c)_bn_(s|b)"), r"\1.\2.<\3>.norm.<\4>"),
+    (re.compile(r"fpn_inner_res(\d)_\d+_sum(?:_lateral)?_(w|b)"), r"fpn_lateral\1.<\2>"),
+    (re.compile(r"fpn_res(\d)_\d+_sum_(w|b)"), r"fpn_output\1.<\2>"),
+]
+_CAFFE2_WORDS = {
+    "s": "weight",
+    "w": "weight",
+    "b": "bias",
+    "1": "shortcut",
+    "2a": "conv1",
+    "2b": "conv2",
+    "2c": "conv3",
+}
+_CAFFE2_HEADS = re.compile(
+    r"conv1_b$|(conv_rpn|rpn|fc\d+|cls_score|bbox_pred|mask|_\[mask\]|kps|conv_fcn|retnet|pred|lr$|weight_order$)"
+)
+_CAFFE2_EPS = 1e-5  # detectron2's: these files have scale and shift alone, which variances of 1 - eps leave as they are
 
 
 def to_torchvision(state: Mapping[str, Tensor], pyramid: bool, where: str) -> dict[str, Tensor]:
@@ -156,7 +178,8 @@ def to_torchvision(state: Mapping[str, Tensor], pyramid: bool, where: str) -> di
 
     Read are torchvision's classifiers (`layer1.0.conv1.weight`) and detectors (`backbone.body.layer1...`,
     `backbone.fpn.inner_blocks.0.0.weight`, or without the second 0), and detectron2's backbones
-    (`backbone.bottom_up.res2.0.conv1.weight`, `backbone.fpn_lateral2.weight`; `backbone.res2...` without a pyramid).
+    (`backbone.bottom_up.res2.0.conv1.weight`, `backbone.fpn_lateral2.weight`; `backbone.res2...` without a pyramid),
+    and Detectron's Caffe2 blobs (`res2_0_branch2a_w`, `fpn_inner_res2_2_sum_lateral_w`).
 
     Args:
         state: key -> tensor.
@@ -164,8 +187,10 @@ def to_torchvision(state: Mapping[str, Tensor], pyramid: bool, where: str) -> di
         where: the file, for the error text.
 
     Raises:
-        WeightsError: the naming is neither.
+        WeightsError: the naming is none of these.
     """
+    if "conv1_w" in state:
+        state = _from_caffe2(state)
     bare = {re.sub(r"^(backbone\.)?(bottom_up\.)?", "", key): value for key, value in state.items()}
     # A count of training steps says nothing to frozen normalisation.
     bare = {k: value for k, value in bare.items() if not (_HEADS.match(k) or k.endswith("num_batches_tracked"))}
@@ -177,10 +202,25 @@ def to_torchvision(state: Mapping[str, Tensor], pyramid: bool, where: str) -> di
         named = {re.sub(r"^(fpn\.\w+_blocks\.\d)\.(weight|bias)$", r"\1.0.\2", key): v for key, v in bare.items()}
     else:
         raise WeightsError(
-            f"{where}: no ResNet in torchvision's or detectron2's naming; expected a key that ends in "
-            f"'conv1.weight' or 'stem.conv1.weight', the first keys are {sorted(state)[:5]}"
+            f"{where}: no ResNet in torchvision's, detectron2's or Caffe2's naming; expected a key that ends in "
+            f"'conv1.weight' or 'stem.conv1.weight', or 'conv1_w', the first keys are {sorted(state)[:5]}"
         )
     return {key: value for key, value in named.items() if pyramid or not key.startswith("fpn.")}
+
+
+def _from_caffe2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """detectron2's names, and statistics that the blobs do not have; unknown keys unchanged."""
+    named: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if key.endswith("_momentum") or _CAFFE2_HEADS.match(key):
+            continue
+        found = next(((m, name) for pattern, name in _CAFFE2 if (m := pattern.fullmatch(key))), None)
+        name = re.sub(r"<(\w+)>", lambda m: _CAFFE2_WORDS[m[1]], found[0].expand(found[1])) if found else key
+        named[name] = value
+        if name.endswith("norm.weight"):
+            named[name.replace("weight", "running_mean")] = torch.zeros_like(value)
+            named[name.replace("weight", "running_var")] = torch.full_like(value, 1 - _CAFFE2_EPS)
+    return named
 
 
 def _from_detectron2(key: str) -> str:

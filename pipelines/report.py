@@ -19,15 +19,18 @@ import storage
 from extractors.bev_camera import BevCamera
 from extractors.geometry import box_corners, transform
 from pipelines import run_log
+from pipelines.plan_view import size
 from storage.errors import RecordMissing, StoreNotFound
 from storage.reader import Cache
 from storage.schema import Record
 
 _EDGES = [(0, 1), (1, 2), (2, 3), (3, 0)]  # of one face of a box, in the official corner order
 _BOXES = 12  # detections drawn, the most object-like ones
+_PICTURE = (960, 720)  # pixels that a bird's-eye view may take
+_MARGIN = 24  # pixels of white around what it shows
 _FRAMES = 12  # frames on a contact sheet, at most
 _SHEET = 960  # its width in pixels
-_COLUMNS = ("item", "status", "rows", "bytes", "seconds", "recipe", "error_class", "error_text")
+_COLUMNS = ("item", "status", "rows", "bytes", "recipe", "error_class", "error_text")
 
 
 def write(url: str | os.PathLike[str], path: str | os.PathLike[str], scenes: int = 6) -> Path:
@@ -66,8 +69,7 @@ def _stage(name: str, table: pa.Table) -> dict[str, Any]:
         "name": name,
         "items": done.num_rows,
         "rows": pc.sum(done["rows"]).as_py() or 0,
-        "mb": (pc.sum(done["bytes"]).as_py() or 0) / 1e6,
-        "seconds": pc.sum(done["seconds"]).as_py() or 0.0,
+        "size": size(pc.sum(done["bytes"]).as_py() or 0),
         "failed": _failed(table).num_rows,
     }
 
@@ -116,11 +118,13 @@ def _scene(cache: Cache, key: str, questions: list[dict[str, Any]], untrained: l
     if questions:
         counts["questions"] = len(questions)
     info = _record(cache, "scan_info", key)
-    drawn, caption = (None, "") if votes is None else _drawn(votes, info, "votenet" in untrained)
+    picture, caption = _bev(_record(cache, "bev_render", key), votes, info, objects, questions[:1])
+    if caption and "votenet" in untrained:
+        caption += "; untrained weights, so the boxes mean nothing"
     return {
         "key": key,
         "counts": counts,
-        "bev": _bev(cache, key, None if votes is None else votes["corners"][drawn], info, objects, questions[:1]),
+        "bev": picture,
         "caption": caption,
         "frames": None if video is None or not len(video["frame"]) else _contact_sheet(video),
         "questions": questions[:4],
@@ -138,45 +142,51 @@ def _questions(cache: Cache) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _drawn(votes: Record, info: Record | None, untrained: bool) -> tuple[np.ndarray, str]:
-    """Numbers of the proposals to draw, the most object-like of those centred within the scan's bounds; a caption."""
+def _drawn(votes: Record, pixels: np.ndarray, image: np.ndarray) -> tuple[np.ndarray, str]:
+    """Numbers of the proposals to draw, the most object-like of those centred over the scan; a caption.
+
+    Args:
+        votes: record of `votenet`.
+        pixels: (proposal, 2) where the centres are in the image, NaN behind the camera.
+        image: (height, width, 3) uint8, the picture on its white ground.
+    """
     likely = np.argsort(votes["objectness"][:, 0] - votes["objectness"][:, 1], kind="stable")
-    text = f"of {len(likely)} proposals drawn: "
-    if info is not None:
-        frame = np.linalg.inv(info["axis_align"]) if info["frame"].item() == "scan" else np.eye(4)
-        centers = transform(votes["center"], frame)
-        likely = likely[((centers >= info["bbox_min"]) & (centers <= info["bbox_max"])).all(1)[likely]]
-        text += f"the most object-like of the {len(likely)} centred in the room"
-    else:
-        text += "the most object-like"
-    drawn = likely[:_BOXES]
-    return drawn, f"{len(drawn)} {text}" + ("; untrained weights, so the boxes mean nothing" if untrained else "")
+    height, width = image.shape[:2]
+    inside = ((pixels >= 0) & (pixels < (width, height))).all(1)
+    x, y = np.where(inside[:, None], pixels, 0).astype(int).T
+    over = likely[(inside & (image[y, x] < 255).any(1))[likely]]
+    drawn = over[:_BOXES]
+    of = "those" if len(over) <= _BOXES else f"the most object-like of the {len(over)}"
+    return drawn, f"{len(drawn)} of {len(likely)} proposals drawn: {of} centred over the scan"
 
 
 def _bev(
-    cache: Cache,
-    key: str,
-    proposals: np.ndarray | None,
+    bev: Record | None,
+    votes: Record | None,
     info: Record | None,
     objects: Record | None,
     situations: list[dict[str, Any]],
-) -> str | None:
-    """The bird's-eye image as a data URL: corners of proposals (orange), annotated boxes (green), situations (blue)."""
-    from PIL import Image, ImageDraw
+) -> tuple[str | None, str]:
+    """The bird's-eye image as a data URL: proposals (orange), annotated boxes (green), situations (blue); a caption."""
+    from PIL import Image, ImageChops, ImageDraw, ImageOps
 
-    bev = _record(cache, "bev_render", key)
     if bev is None:
-        return None
+        return None, ""
     settings = json.loads(bev["render"].item())
     image = Image.open(io.BytesIO(bev["image"].item())).convert("RGB")
     camera = BevCamera(
         bev["centre"], float(bev["radius"]), image.width, image.height, settings["lens_mm"], settings["sensor_mm"]
     )
-    to_scan = np.eye(4) if info is None or settings["frame"] == "aligned" else np.linalg.inv(info["axis_align"])
+    to_picture = np.eye(4) if info is None or settings["frame"] == "aligned" else np.linalg.inv(info["axis_align"])
+    drawn, caption = np.zeros(0, int), ""
+    if votes is not None:
+        drawn, caption = _drawn(votes, camera.project(transform(votes["center"], to_picture)), np.asarray(image))
     draw = ImageDraw.Draw(image)
 
     def outline(corners: np.ndarray, color: str, width: int) -> None:
-        pixels = camera.project(transform(corners, to_scan))
+        pixels = camera.project(transform(corners, to_picture))
+        if not np.isfinite(pixels).all():
+            return  # reaches behind the camera
         for face in (0, 4):
             for a, b in _EDGES:
                 draw.line([tuple(pixels[face + a]), tuple(pixels[face + b])], color, width)
@@ -186,8 +196,9 @@ def _bev(
     if objects is not None:
         for box in objects["box_aligned"]:
             outline(box_corners(box), "#1a9850", 4)
-    for corners in () if proposals is None else proposals:
-        outline(corners, "#f46d43", 3)
+    for i in drawn:
+        assert votes is not None
+        outline(votes["corners"][i], "#f46d43", 3)
     for situation in situations:
         position, facing = situation["pose_scan"][:3], situation["facing_scan"]
         if settings["frame"] == "scan" and np.isfinite(position).all():
@@ -195,7 +206,10 @@ def _bev(
             (x, y), (u, v) = camera.project(position), camera.project(tip)
             draw.line([x, y, u, v], "#2166ac", 9)
             draw.ellipse([x - 16, y - 16, x + 16, y + 16], "#2166ac")
-    return _jpeg(image.resize((960, 960 * image.height // image.width)))
+    if used := ImageChops.invert(image).getbbox():  # most of the picture is white ground
+        image = ImageOps.expand(image.crop(used), _MARGIN, "white")
+    image.thumbnail(_PICTURE)
+    return _jpeg(image), caption
 
 
 def _contact_sheet(video: Mapping[str, np.ndarray]) -> str:

@@ -1,5 +1,6 @@
 """ResNet and its pyramid against torchvision's own modules, and a plain definition for the stride in the 1x1."""
 
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -136,6 +137,46 @@ def test_detectron2_checkpoint_gives_the_features_of_its_definition() -> None:
     other = ResNetFPN(pyramid=True, stride_in_1x1=False).eval()
     load_strict(other, to_torchvision(file, True, "test"), "test")
     assert float((other(IMAGE)["c3"] - levels["c3"]).norm() / levels["c3"].norm()) > 0.01
+
+
+def caffe2_name(key: str) -> str:
+    """A blob of Detectron for a parameter as detectron2 names it."""
+    if match := re.fullmatch(r"fpn_(lateral|output)(\d)\.(weight|bias)", key):
+        kind, level, what = match.groups()
+        block = {"2": 2, "3": 3, "4": 5, "5": 2}[level]
+        side = "_lateral" if kind == "lateral" and level != "5" else ""
+        return f"fpn_{'inner_' if kind == 'lateral' else ''}res{level}_{block}_sum{side}_{what[0]}"
+    key = key.replace("stem.conv1.norm", "res_conv1_bn").replace("stem.conv1", "conv1").replace(".norm", "_bn")
+    for ours, theirs in (("shortcut", "1"), ("conv1", "2a"), ("conv2", "2b"), ("conv3", "2c")):
+        key = re.sub(rf"^(res\d)\.(\d+)\.{ours}", rf"\1_\2_branch{theirs}", key)
+    return re.sub(r"bn\.weight$", "bn_s", key).replace(".weight", "_w").replace(".bias", "_b")
+
+
+@torch.no_grad()
+def test_detectrons_caffe2_blobs_give_the_features_of_their_definition() -> None:
+    source = ResNetFPN(pyramid=True, stride_in_1x1=True)
+    untrained_resnet(source, 7)
+    state = detectron2_state(randomised(source))  # type: ignore[arg-type]
+    for key in list(state):  # Detectron folded the statistics into scale and shift
+        if key.endswith("norm.weight"):
+            stem = key.removesuffix("weight")
+            scale = state[key] / (state[stem + "running_var"] + 1e-5).sqrt()
+            state[stem + "bias"] = state[stem + "bias"] - state[stem + "running_mean"] * scale
+            state[key] = scale
+            state[stem + "running_mean"] = torch.zeros_like(scale)
+            state[stem + "running_var"] = torch.full_like(scale, 1 - 1e-5)
+    blobs = {caffe2_name(key): value for key, value in state.items() if "running" not in key}
+    assert {"conv1_w", "res_conv1_bn_s", "res2_0_branch1_bn_b", "res5_2_branch2c_w"} <= blobs.keys()
+    assert {"fpn_inner_res5_2_sum_w", "fpn_inner_res4_5_sum_lateral_b", "fpn_res2_2_sum_w"} <= blobs.keys()
+    heads = ("conv1_b", "fc1000_w", "fc1000_b", "conv1_w_momentum", "rpn_cls_logits_w")
+    blobs |= {name: torch.zeros(1) for name in heads}
+    ours = ResNetFPN(pyramid=True, stride_in_1x1=True).eval()
+    load_strict(ours, to_torchvision(blobs, True, "test"), "test")
+    levels = ours(IMAGE)
+    for name, expected in caffe_forward(state, IMAGE).items():
+        assert_close(levels[name], expected)
+    with pytest.raises(WeightsError, match=r"unexpected: body\.layer5\.0\.downsample\.0\.weight"):
+        load_strict(ours, to_torchvision(blobs | {"res6_0_branch1_w": torch.zeros(1)}, True, "test"), "test")
 
 
 def test_a_checkpoint_without_a_pyramid_gives_c_levels_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from extractors.bev_camera import BevCamera
+from extractors.geometry import box_corners, transform
 from pipelines import cli_jobs, report
 from pipelines.make_data import scannet
 
@@ -92,31 +95,65 @@ def test_a_contact_sheet_has_no_gap(frames):
 
 def votes(centers, objectness) -> dict[str, np.ndarray]:
     scores = np.array([[0.0, score] for score in objectness], np.float32)
-    return {"center": np.array(centers, np.float32), "objectness": scores}
+    centers = np.array(centers, np.float32)
+    sizes = np.full_like(centers, 0.2)
+    return {"center": centers, "objectness": scores, "corners": box_corners(np.concatenate([centers, sizes], 1))}
 
 
-@pytest.mark.parametrize("frame", ["aligned", "scan"])
-def test_proposals_centred_in_the_room_are_drawn(frame):
-    turned = np.array([[0.0, -1, 0, 5], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])  # scan -> aligned
-    low, high = np.array([0.0, 0, 0]), np.array([2.0, 1, 1])
-    inside, outside = np.array([[1.5, 0.5, 0.5], [0.5, 0.5, 0.5]]), np.array([[0.5, 1.5, 0.5], [9.0, 9, 9]])
-    centers = np.concatenate([outside, inside])
-    if frame == "scan":
-        centers = centers @ turned[:3, :3].T + turned[:3, 3]
-    info = {"frame": np.array(frame, object), "axis_align": turned, "bbox_min": low, "bbox_max": high}
-    drawn, caption = report._drawn(votes(centers, [9, 8, 1, 2]), info, untrained=False)
-    assert drawn.tolist() == [3, 2]
-    assert caption == "2 of 4 proposals drawn: the most object-like of the 2 centred in the room"
-    many = votes(np.tile(centers[2:], (20, 1)), np.arange(40))
-    drawn, caption = report._drawn(many, info, untrained=True)
+TURNED = np.array([[0.0, -1, 0, 5], [1, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])  # scan -> aligned
+
+
+def room() -> dict[str, np.ndarray]:
+    """The record of a picture: grey over x -1 to 1 and y -0.5 to 0.5 of the scan frame, white around it."""
+    camera = BevCamera(np.zeros(3), 1.0, 320, 180)
+    image = np.full((180, 320, 3), 255, np.uint8)
+    (left, top), (right, bottom) = camera.project(np.array([[-1, 0.5, 0], [1, -0.5, 0]])).astype(int)
+    image[top:bottom, left:right] = 120
+    png = io.BytesIO()
+    Image.fromarray(image).save(png, "PNG")
+    made = json.dumps({"frame": "scan", "lens_mm": 45.0, "sensor_mm": 36.0})
+    return {
+        "image": np.array(png.getvalue(), object), "render": np.array(made, object),
+        "centre": np.zeros(3), "radius": np.array(1.0),
+    }  # fmt: skip
+
+
+def picture_of(data_url: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data_url.partition(",")[2]))).convert("RGB")).astype(int)
+
+
+def test_the_most_object_like_proposals_over_the_scan_are_drawn():
+    inside, outside = [[0.6, 0.2, 0.1], [-0.5, -0.2, 0.3]], [[0.2, 0.9, 0.1], [9, 9, 0], [0, 0, 8]]
+    info = {"axis_align": TURNED}
+    aligned = transform(np.array(outside + inside), TURNED)
+    image, caption = report._bev(room(), votes(aligned, [9, 8, 7, 1, 2]), info, None, [])
+    assert caption == "2 of 5 proposals drawn: those centred over the scan"
+    red, green, blue = np.moveaxis(picture_of(image), -1, 0)
+    assert ((red > 200) & (green < 160) & (blue < 120)).any(), "orange"
+    many = np.tile(aligned[3:], (20, 1))
+    image, caption = report._bev(room(), votes(many, np.arange(40)), info, None, [])
+    assert caption == "12 of 40 proposals drawn: the most object-like of the 40 centred over the scan"
+    drawn, _ = report._drawn(votes(many, np.arange(40)), np.full((40, 2), 100.0), np.zeros((180, 320, 3), np.uint8))
     assert drawn.tolist() == list(range(39, 27, -1))
-    assert caption.startswith(
-        "12 of 40 proposals drawn: the most object-like of the 40 centred in the room; untrained w"
-    )
-    assert report._drawn(many, None, untrained=False)[1] == "12 of 40 proposals drawn: the most object-like"
+
+
+def test_boxes_stand_where_the_picture_shows_their_objects():
+    box = np.array([[0.5, 0.25, 0.0, 0.4, 0.3, 0.0]])  # of the scan frame, flat on the ground
+    aligned = np.concatenate([transform(box[:, :3], TURNED), box[:, [4, 3, 5]]], 1)  # a quarter turn swaps x and y
+    image, caption = report._bev(room(), None, {"axis_align": TURNED}, {"box_aligned": aligned}, [])
+    assert caption == ""
+    red, green, blue = np.moveaxis(picture_of(image), -1, 0)
+    y, x = np.nonzero((green > red + 40) & (green > blue + 10))
+    grey_y, grey_x = np.nonzero((abs(red - 120) < 8) & (abs(green - 120) < 8))
+    across = (x - grey_x.min()) / np.ptp(grey_x)  # 0 to 1 over x -1 to 1
+    down = (y - grey_y.min()) / np.ptp(grey_y)  # 0 to 1 over y 0.5 to -0.5
+    np.testing.assert_allclose([across.min(), across.max()], [0.65, 0.85], atol=0.04)
+    np.testing.assert_allclose([down.min(), down.max()], [0.1, 0.4], atol=0.08)
+    assert len(green) < 180, "cut to what it shows"
 
 
 def test_the_caption_of_a_picture_says_that_weights_are_untrained(root, monkeypatch):
-    monkeypatch.setattr(report, "_bev", lambda *given: "data:image/jpeg;base64,")  # without rendering one
+    caption = "1 of 128 proposals drawn: those centred over the scan"
+    monkeypatch.setattr(report, "_bev", lambda *given: ("data:image/jpeg;base64,", caption))  # without rendering one
     page = report.write(root / "store", root / "captions.html").read_text()
-    assert re.search(r"<figcaption>\d+ of 128 proposals drawn: [^<]*; untrained weights", page)
+    assert re.search(rf"<figcaption>{caption}; untrained weights", page)
