@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +28,10 @@ def save(url: str | os.PathLike[str], plan: Plan, summary: Summary) -> None:
 
 
 def load(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Logs of all runs, oldest first (run ids begin with their time)."""
+    """Logs of all runs, oldest first (run ids begin with their time), without those that can't be read any more."""
     folder = Folder(url)
-    names = sorted(name for name in folder.files("runs") if name.endswith(".json"))
-    return [json.loads(folder.read(name)) for name in names]
+    logs = []
+    for name in sorted(name for name in folder.files("runs") if name.endswith(".json")):
+        with suppress(ValueError):  # cut short by hand or by a disk; nothing depends on it
+            logs.append(json.loads(folder.read(name)))
+    return logs
