@@ -1,9 +1,12 @@
 """Where the folders of reference outputs and real samples are, which only some machines have."""
 
+import os
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to others on a busy machine
 
 # The same examples on every machine, however slow it is; `--hypothesis-profile default` looks for new ones.
 hypothesis.settings.register_profile(
