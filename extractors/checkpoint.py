@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _AVERAGES = ("ema_state_dict", "state_dict_ema", "model_ema")
-_WRAPPERS = ("model_state_dict", "state_dict", "model")
+_WRAPPERS = ("model_state_dict", "state_dict", "model", "blobs")  # the last two in pickles of detectron2 and Detectron
 _COUNTERS = ("steps", "n_averaged")  # that averages carry beside their tensors
 _LEFT_OUT = (
     "mmengine.",
@@ -93,7 +93,7 @@ class Fit:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a safetensors file or anything that `torch.save` wrote, as tensors and plain values alone.
+    """Read a safetensors file, what `torch.save` wrote, or a pickle of numpy arrays, as tensors and plain values alone.
 
     What a file is counts, not what it is called.
 
@@ -354,16 +354,32 @@ def _read_torch(path: Path) -> Any:
                     f"{path}: holds {name}, a Python object whose unpickling could run code, so nothing was "
                     f"unpickled. Where you trust the file, save its tensors alone: torch.save(model.state_dict(), ...)"
                 ) from error
-            if path.suffix in (".pkl", ".pickle"):
-                raise WeightsError(
-                    f"{path}: a plain pickle (as detectron2 keeps arrays), which is not read. Where you trust the "
-                    f"file, save its arrays with torch.save as tensors by name"
-                ) from error
+            if (arrays := _read_arrays(path)) is not None:
+                return arrays
             reason = f"{type(error).__name__}: {str(error).strip()}".removesuffix(": ").partition(". ")[0]
             raise WeightsError(
                 f"{path}: no checkpoint that can be read without running code from it, or a damaged one ({reason}); "
                 f"expected what torch.save writes for a state_dict. Is the download complete?"
             ) from error
+
+
+def _read_arrays(path: Path) -> Any:
+    """A plain pickle of arrays by name, as detectron2 and Detectron keep them, as tensors; None for other files."""
+    import numpy as np
+    import torch
+
+    from extractors.errors import InputError
+    from extractors.safe_pickle import read_pickle
+
+    def tensors(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: tensors(one) for key, one in value.items()}
+        return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) and value.dtype.kind in "fiu" else value
+
+    try:
+        return tensors(read_pickle(path))
+    except (InputError, TypeError):  # TypeError: numbers that torch does not have
+        return None
 
 
 def _is_plain_tensor(value: Any) -> bool:

@@ -18,7 +18,7 @@ _ALLOWED = {
     ("numpy", "ndarray"), ("numpy", "dtype"), ("numpy.core.multiarray", "_reconstruct"),
     ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "scalar"), ("numpy.core.numeric", "_frombuffer"), ("numpy._core.numeric", "_frombuffer"),
-    ("_codecs", "encode"),
+    ("_codecs", "encode"), ("collections", "OrderedDict"),
 }  # fmt: skip
 
 

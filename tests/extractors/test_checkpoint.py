@@ -1,5 +1,6 @@
 import os
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -139,11 +140,19 @@ def test_files_without_a_state_dict_are_refused(tmp_path: Path, content: Any) ->
         read_state(tmp_path / "other.pth")
 
 
-def test_a_pickle_of_arrays_is_refused_with_the_way_out(tmp_path: Path) -> None:
-    path = tmp_path / "R-50.pkl"
-    path.write_bytes(pickle.dumps({"model": {"stem.conv1.weight": np.zeros((2, 3))}, "__author__": "detectron2"}))
-    with pytest.raises(WeightsError, match=r"R-50\.pkl: a plain pickle .*torch\.save"):
-        read_state(path)
+@pytest.mark.parametrize("wrapper", ["model", "blobs", ""])
+@pytest.mark.parametrize("name", ["R-50.pkl", "R-50.pth"])
+def test_pickles_of_arrays_are_read(tmp_path: Path, name: str, wrapper: str) -> None:
+    arrays = OrderedDict({"conv1_w": np.arange(6, dtype=np.float32).reshape(2, 3), "fc_b": np.ones(2)})
+    content = {wrapper: arrays, "__author__": "Caffe2", "matching_heuristics": True} if wrapper else dict(arrays)
+    (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
+    checkpoint = read_checkpoint(tmp_path / name)
+    assert checkpoint.wrapper == wrapper
+    assert checkpoint.state["conv1_w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert checkpoint.state["fc_b"].dtype == torch.float64
+    (tmp_path / name).write_bytes(pickle.dumps({"a": np.array(["text"])}))
+    with pytest.raises(WeightsError, match=rf"{name}: entries that are no plain tensors: a"):
+        read_state(tmp_path / name)
 
 
 def test_every_key_that_does_not_fit_is_listed() -> None:
