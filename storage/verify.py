@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +16,13 @@ from storage import lock
 from storage.delta_log import EMPTY
 from storage.errors import CacheError, CorruptShard, StoreNotFound
 from storage.files import RESERVED, FileInfo, Folder
-from storage.fingerprint import record_digest
+from storage.fingerprint import SIZE, record_digest
 from storage.manifest import ROW_COLUMNS, Manifest, Row
 from storage.reader import read_record
 from storage.shards import open_shard
 
 _DAY = 86400.0
+_SHARD = re.compile(rf"[0-9a-f]{{{2 * SIZE}}}\.(parquet|h5)")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class VerifyReport:
         bytes: size of their values.
         faults: the bad ones.
         recipes: those of these records that can't be read.
-        orphans: files in stage folders that no row names, name -> bytes. `gc` removes them when they are old enough.
+        orphans: shards in stage folders that no row names, name -> bytes. `gc` removes them when they are old enough.
         marked: how many of the faults were marked `corrupt` in the manifest.
     """
 
@@ -150,11 +152,14 @@ def _existing(url: str | os.PathLike[str], snapshot: int | None = None) -> Manif
 
 
 def _shard_files(store: Folder) -> dict[str, FileInfo]:
-    """All files in the folders of stages, those of stages without rows too."""
+    """All files that are called as shards are, in the folders of stages, those of stages without rows too.
+
+    Other files are the user's: a store may have been made in a folder with data.
+    """
     found: dict[str, FileInfo] = {}
     for folder in store.folders():
         if folder not in RESERVED and not folder.startswith("."):
-            found |= store.files(folder)
+            found |= {name: info for name, info in store.files(folder).items() if _SHARD.fullmatch(name.split("/")[-1])}
     return found
 
 
