@@ -57,6 +57,8 @@ def test_on_a_terminal_there_are_bars_with_the_same_counts(clock: Clock, monkeyp
         shown.update("video", made=1)
         shown.note("a line that stays")
     text = stream.getvalue()
+    assert "━━━" in text
+    assert "video: " not in text
     assert "a line that stays" in text
     assert "2 done, 0 failed, 2 left, 0.5/s, 4 s to go" in text
     assert "idle" not in text
