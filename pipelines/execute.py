@@ -114,7 +114,7 @@ class _Execution:
         self.max_failure_rate = max_failure_rate
         self.runner = runner
         self.manifest = Manifest(url)
-        self.run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        self.run_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}"
         self.states = {p.name: _StageState(p) for p in plan.stages}
         self.stages = {n: s for n, s in self.states.items() if isinstance(s.plan.stage, Stage)}
         self.tables = {n: s for n, s in self.states.items() if n not in self.stages}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,6 +23,7 @@ from pipelines.sources.points import read_points
 Layout = Literal["scans", "scanqa", "mmdet3d"]
 
 _TSV = "scannetv2-labels.combined.tsv"
+_SETTLED_NS = 2_000_000_000  # as long as the grain of any file system's clock
 
 
 @dataclass(frozen=True)
@@ -205,8 +207,13 @@ def read_labels(segments: Path, aggregation: Path, label_table: Path) -> Labels:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """Another one when the file was written again, its times set back or not: workers outlive such changes."""
+    """Another one when the file was written again, its times set back or not: workers outlive such changes.
+
+    Of a file that changed a moment ago it is another one each time: the clock's grain could hide one more change.
+    """
     status = path.stat()
+    if time.time_ns() - status.st_ctime_ns < _SETTLED_NS:
+        return (time.monotonic_ns(),)
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
