@@ -30,6 +30,12 @@ def test_the_product_knows_nothing_of_its_tests_and_of_where_it_runs(path: Path)
     assert not {name for name in imported(path) if name.split(".")[0] in ("tests", "infra", "benchmarks")}
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "extractors").rglob("*.py")), ids=lambda path: path.name)
+def test_extractors_know_of_storage_the_schema_and_the_errors_alone(path: Path) -> None:
+    of_storage = {name for name in imported(path) if name.split(".")[0] == "storage"}
+    assert {".".join(name.split(".")[:2]) for name in of_storage} <= {"storage.schema", "storage.errors"}
+
+
 def test_the_gpl_program_and_the_rest_do_not_import_each_other() -> None:
     program = ROOT / "extractors" / "_bev_scene.py"
     assert not {name for name in imported(program) if name.split(".")[0] in OURS}
