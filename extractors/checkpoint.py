@@ -262,10 +262,11 @@ def describe(path: Path) -> dict[str, Any]:
     Raises:
         WeightsError: the file can't be read.
     """
-    from extractors import bev_checkpoint, votenet_namings
+    from extractors import bev_checkpoint, grid_checkpoint, votenet_namings
 
     checkpoint = read_checkpoint(path)
-    fit = votenet_namings.inspect(checkpoint.state) or bev_checkpoint.inspect(checkpoint)
+    state = checkpoint.state
+    fit = votenet_namings.inspect(state) or bev_checkpoint.inspect(checkpoint) or grid_checkpoint.inspect(state)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     parts: dict[str, list[int]] = {}
@@ -273,7 +274,8 @@ def describe(path: Path) -> dict[str, Any]:
         part = parts.setdefault(key.partition(".")[0], [0, 0])
         part[0] += 1
         part[1] += 0 if key.endswith(_STATISTICS) else value.numel()
-    unknown = (f"no known network: {votenet_namings.EXPECTED}; or {bev_checkpoint.EXPECTED}",)
+    expected = f"{votenet_namings.EXPECTED}; {bev_checkpoint.EXPECTED}; or {grid_checkpoint.EXPECTED}"
+    unknown = (f"no known network: {expected}",)
     return {
         "file": str(path),
         "bytes": path.stat().st_size,

@@ -297,21 +297,13 @@ class ClipBertGrid(ImageGrid):
 
     def build(self) -> nn.Module:
         from extractors.grid_networks import ClipBertCnn, untrained_resnet
-        from extractors.resnet import to_torchvision
 
         network = ClipBertCnn()
         if self.weights.seed is not None:
             untrained_resnet(network, self.weights.seed)
             return network
         path = self.weights.path
-        state = read_state(path)
-        feature = {k.removeprefix("cnn.feature."): v for k, v in state.items() if k.startswith("cnn.feature.")}
-        encoder = {k.removeprefix("cnn."): v for k, v in state.items() if k.startswith("cnn.grid_encoder.")}
-        if not feature:
-            raise WeightsError(
-                f"{path}: no key starts with 'cnn.feature.', is it ClipBERT's? It has {sorted(state)[:5]}"
-            )
-        load_strict(network, to_torchvision(feature, False, str(path)) | encoder, str(path))
+        load_strict(network, clipbert_state(read_state(path), str(path)), str(path))
         return network
 
     def fit(self, image: Tensor) -> Tensor:
@@ -325,6 +317,25 @@ class ClipBertGrid(ImageGrid):
             image = F.interpolate(image[None], size=sides, mode="bilinear", align_corners=False)[0]
         image = F.pad(image, (0, self.size - image.shape[2], 0, self.size - image.shape[1]))
         return caffe_pixels(image)
+
+
+def clipbert_state(state: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """The CNN's parameters of a ClipBERT checkpoint under the names of `ClipBertCnn`; its transformer is left out.
+
+    Args:
+        state: key -> tensor.
+        where: the file, for the error text.
+
+    Raises:
+        WeightsError: it is not ClipBERT's.
+    """
+    from extractors.resnet import to_torchvision
+
+    feature = {k.removeprefix("cnn.feature."): v for k, v in state.items() if k.startswith("cnn.feature.")}
+    encoder = {k.removeprefix("cnn."): v for k, v in state.items() if k.startswith("cnn.grid_encoder.")}
+    if not feature:
+        raise WeightsError(f"{where}: no key starts with 'cnn.feature.', is it ClipBERT's? It has {sorted(state)[:5]}")
+    return to_torchvision(feature, False, where) | encoder
 
 
 def squeeze(image: Tensor, size: int, antialias: bool = False) -> Tensor:

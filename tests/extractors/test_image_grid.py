@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from extractors.base import Weights
-from extractors.checkpoint import seeded_init
+from extractors.checkpoint import describe, seeded_init
 from extractors.errors import DecodeError, InvalidValues, WeightsError
 from extractors.grid_networks import ClipBertCnn, timm_model
 from extractors.image_grid import ClipBertGrid, ImageGrid, ResNetFPN, TimmGrid
@@ -287,3 +288,69 @@ def test_a_known_timm_model_is_checked_without_importing_timm_and_an_unknown_one
     TimmGrid(weights=UNTRAINED, model="resnet18.a1_in1k")  # a name with the tag of its weights, which only timm knows
     with pytest.raises(ValueError, match="no model 'resnet19'; did you mean .*resnet18"):
         TimmGrid(weights=UNTRAINED, model="resnet19")
+
+
+def blank(shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One stored number for each tensor."""
+    return {key: torch.zeros((), dtype=value.dtype).expand(value.shape) for key, value in shapes.items()}
+
+
+def clipbert_file() -> tuple[dict[str, torch.Tensor], str]:
+    state = ClipBertCnn().state_dict()
+    body = detectron2_names({key: value for key, value in state.items() if key.startswith("body.")})
+    named = {f"cnn.feature.backbone.{key}": value for key, value in body.items()}
+    return named | {"cnn.grid_encoder.0.weight": state["grid_encoder.0.weight"]}, "transformer.bert.pooler.dense.weight"
+
+
+def resnet_file(naming: str) -> tuple[dict[str, torch.Tensor], str]:
+    from torchvision.models import resnet50
+    from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
+
+    if naming == "detector":
+        return {
+            f"backbone.{k}": v
+            for k, v in resnet_fpn_backbone(backbone_name="resnet50", weights=None).state_dict().items()
+        }, "rpn.head.conv.weight"
+    state = resnet50(weights=None).state_dict()
+    return {k: v for k, v in state.items() if not k.startswith("fc.")}, "fc.weight"
+
+
+def mcan_file() -> tuple[dict[str, torch.Tensor], str]:
+    state = official_pvt(timm_model("pvt_v2_b2", 224).state_dict())
+    return {f"encoder.encoder.{key}": value for key, value in state.items()}, "connector.weight"
+
+
+@pytest.mark.parametrize(
+    ("network", "naming", "make"),
+    [
+        ("clipbert_grid", "ClipBERT", clipbert_file),
+        ("resnet_fpn", "torchvision", lambda: resnet_file("classifier")),
+        ("resnet_fpn", "torchvision", lambda: resnet_file("detector")),
+        ("timm_grid", "SQA3D's MCAN", mcan_file),
+    ],
+    ids=["clipbert", "resnet", "resnet_fpn", "mcan"],
+)
+def test_the_report_on_a_checkpoint_knows_the_encoders_and_what_they_lack(
+    network: str, naming: str, make: Callable[[], tuple[dict[str, torch.Tensor], str]], tmp_path: Path
+) -> None:
+    state, other = make()
+    state = blank(state)
+    torch.save(state | {other: torch.zeros(2)}, tmp_path / "file.pth")
+    report = describe(tmp_path / "file.pth")
+    assert (report["network"], report["naming"], report["loads"]) == (network, naming, True)
+    counters = {key for key in state if key.endswith("num_batches_tracked")}  # of training steps: not needed
+    uses = {entry["key"]: entry["use"] for entry in report["keys"]}
+    assert uses == dict.fromkeys(state, "loaded") | dict.fromkeys({*counters, other}, "ignored")
+    lost = next(key for key in state if re.search(r"(layer3|res4|block3)\.\d+\.(conv2|attn\.q)\.weight$", key))
+    kept = {key: value for key, value in state.items() if key != lost}
+    torch.save(kept | {first_of(kept): torch.zeros(7)}, tmp_path / "file.pth")
+    report = describe(tmp_path / "file.pth")
+    assert not report["loads"]
+    assert len(report["missing"]) == 1
+    assert report["mismatched"][0]["key"] == first_of(kept)
+
+
+def first_of(state: dict[str, torch.Tensor]) -> str:
+    return next(
+        key for key in state if key.endswith(("layer4.0.conv1.weight", "res5.0.conv1.weight", "block4.0.attn.q.weight"))
+    )

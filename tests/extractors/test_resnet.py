@@ -1,16 +1,18 @@
 """ResNet and its pyramid against torchvision's own modules, and a plain definition for the stride in the 1x1."""
 
+import pickle
 import re
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from extractors.base import Weights
-from extractors.checkpoint import load_strict
+from extractors.checkpoint import describe, load_strict
 from extractors.errors import WeightsError
 from extractors.grid_networks import untrained_resnet
 from extractors.image_grid import ResNetFPN as Extractor
@@ -177,6 +179,17 @@ def test_detectrons_caffe2_blobs_give_the_features_of_their_definition() -> None
         assert_close(levels[name], expected)
     with pytest.raises(WeightsError, match=r"unexpected: body\.layer5\.0\.downsample\.0\.weight"):
         load_strict(ours, to_torchvision(blobs | {"res6_0_branch1_w": torch.zeros(1)}, True, "test"), "test")
+
+
+def test_the_report_on_caffe2_blobs_asks_for_no_statistics(tmp_path: Path) -> None:
+    state = detectron2_state(ResNetFPN(pyramid=True, stride_in_1x1=True))
+    blobs = {caffe2_name(key): value.detach().numpy() for key, value in state.items() if "running" not in key}
+    blobs["fc1000_w"] = np.zeros(1)
+    (tmp_path / "R-50-FPN.pkl").write_bytes(pickle.dumps({"blobs": blobs}))
+    report = describe(tmp_path / "R-50-FPN.pkl")
+    assert (report["network"], report["naming"], report["loads"]) == ("resnet_fpn", "Caffe2", True)
+    assert [entry["key"] for entry in report["keys"] if entry["use"] != "loaded"] == ["fc1000_w"]
+    Extractor(weights=Weights(str(tmp_path / "R-50-FPN.pkl")), stride_in_1x1=True, pixels="caffe").build()
 
 
 def test_a_checkpoint_without_a_pyramid_gives_c_levels_alone(tmp_path: Path) -> None:

@@ -454,7 +454,7 @@ def test_the_report_lists_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_the_report_on_another_network_says_so(tmp_path: Path) -> None:
-    torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7)}, tmp_path / "resnet.pth")
-    report = checkpoint.describe(tmp_path / "resnet.pth")
+    torch.save({"first.weight": torch.zeros(64, 3, 7, 7)}, tmp_path / "other.pth")
+    report = checkpoint.describe(tmp_path / "other.pth")
     assert (report["network"], report["loads"]) == (None, False)
-    assert report["keys"] == [{"key": "conv1.weight", "shape": [64, 3, 7, 7], "dtype": "float32", "use": "unexpected"}]
+    assert report["keys"] == [{"key": "first.weight", "shape": [64, 3, 7, 7], "dtype": "float32", "use": "unexpected"}]
