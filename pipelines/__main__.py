@@ -242,9 +242,14 @@ def main() -> None:
     os.environ.setdefault("RUST_LOG", "error")  # deltalake's warnings: what matters of them is in our errors
     _open_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            _flush()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # nobody reads on, such as `head`
+        sys.exit(1)
     except Exception as error:
         if code := _exit_code(error):
             print(f"scenecache: {error}", file=sys.stderr)
@@ -261,6 +266,16 @@ def _open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="json")
+
+
+def _flush() -> None:
+    """Write out what is still buffered, here, where an error can be told; Python would do it at exit."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        sys.stdout = None  # else it is tried again at exit
+        raise
 
 
 def _exit_code(error: Exception) -> int:

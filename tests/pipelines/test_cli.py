@@ -312,17 +312,22 @@ def test_a_tilde_that_the_shell_left_is_the_home_folder(
     assert object_of(call("plan", "rooms.yaml", "store=~/cache", "--json")[1])["store"] == f"{folder}/home/cache"
 
 
-@pytest.mark.parametrize("how", ["ascii", "latin-1", "closed", "full"])
+@pytest.mark.parametrize("how", ["ascii", "latin-1", "closed", "full", "unread"])
 def test_an_output_that_cannot_take_all_text_is_no_crash(call: Call, folder: Path, how: str) -> None:
     (folder / "scans" / "böse 漢 🙂.ply").write_text(PLY.format(z=1))
     argv = [sys.executable, "-m", "pipelines", "plan", "rooms.yaml", "--list"]
     env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONUTF8": "1"}
-    if how in ("closed", "full"):
-        command_line = shlex.join(argv) + (" >&-" if how == "closed" else " >/dev/full")
-        done = subprocess.run(
-            ["sh", "-c", command_line], cwd=folder, env=env, capture_output=True, text=True, check=False
-        )
-        assert (done.returncode, "Traceback" in done.stderr) == (int(how == "full"), False), done.stderr
+    env.pop("PYTHONUNBUFFERED", None)  # most have it not
+    if how in ("closed", "full", "unread"):
+        reader, unread = os.pipe()
+        os.close(reader)
+        with open("/dev/full", "w") as full, open(unread, "w") as pipe:
+            for words in ([*argv, "--json"], argv):
+                words = ["sh", "-c", f"exec {shlex.join(words)} >&-"] if how == "closed" else words
+                output = {"closed": subprocess.PIPE, "full": full, "unread": pipe}[how]
+                done = subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, cwd=folder, env=env)
+                text = "scenecache: [Errno 28] No space left on device\n" if how == "full" else ""
+                assert (done.returncode, done.stderr) == (int(how != "closed"), text)
         return
     for words in ([*argv, "--json"], argv):
         done = subprocess.run(words, cwd=folder, env={**env, "PYTHONIOENCODING": how}, capture_output=True, check=False)
