@@ -354,8 +354,8 @@ class Manifest:
             except (FileNotFoundError, pa.ArrowInvalid) as error:
                 raise StoreNotFound(
                     f"{self.folder.url}: snapshot {self.snapshot} needs manifest/{file.path}, which is gone or "
-                    f"damaged: {plain(error)}. Put it back, or open another snapshot, which may do without. (`gc` removes "
-                    f"what old snapshots read, but for those that a lock file names.)"
+                    f"damaged: {plain(error)}. Put it back, or open another snapshot, which may do without. (`gc` "
+                    "removes what old snapshots read, but for those that a lock file names.)"
                 ) from error
         if not tables:
             return schema.empty_table()
