@@ -11,6 +11,8 @@
 Each also derives from the built-in error that a caller would expect.
 """
 
+import errno
+
 
 class CacheError(Exception):
     """Base of all errors of `storage`."""
@@ -41,3 +43,10 @@ class StoreUnwritable(CacheError, OSError):
 
 class StateMismatch(CacheError, ValueError):
     """A saved reading position belongs to other data or to another order."""
+
+
+def of_this_machine(error: Exception) -> bool:
+    """Whether an error is of this machine or process and not of the file."""
+    return isinstance(error, PermissionError | TimeoutError | ConnectionError) or (
+        isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
+    )

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from storage.columns import Decoded, Shard, Values, map_file, prove
 from storage.errors import CorruptShard
 from storage.files import Folder
 from storage.schema import Column, Record, Schema
-from storage.shards import Decoded, Shard, Values, map_file, prove
 
 SUFFIX = ".h5"
 MAX_BYTES = 1 << 40
@@ -44,7 +44,7 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
         file.attrs["scenecache"] = json.dumps(schema.to_json())
         file.create_dataset("item", data=np.repeat(np.array(keys, object), counts), dtype=h5py.string_dtype())
         for name, column in schema.columns.items():
-            dataset = file.create_dataset(name, (rows, *_dims(column)), **_storage(schema, column))
+            dataset = file.create_dataset(name, (rows, *column.element_shape), **_storage(schema, column))
             arrays = [record[name] if schema.element else record[name][None] for record in records]
             if column.numpy.hasobject:
                 _write_objects(dataset, np.concatenate(arrays))
@@ -115,10 +115,6 @@ class _Output(io.RawIOBase):
         return self._end
 
 
-def _dims(column: Column) -> tuple[int, ...]:
-    return () if None in column.dims else column.dims  # type: ignore[return-value]
-
-
 def _storage(schema: Schema, column: Column) -> dict[str, Any]:
     """Arguments of create_dataset."""
     import h5py
@@ -152,7 +148,7 @@ def _write_objects(dataset: Any, values: np.ndarray) -> None:
 
 def _group(column: Column) -> int:
     """Rows of one chunk, and of one piece that is decoded at once."""
-    size = 1024 if column.numpy.hasobject else math.prod(_dims(column)) * np.dtype(column.dtype).itemsize
+    size = 1024 if column.numpy.hasobject else math.prod(column.element_shape) * np.dtype(column.dtype).itemsize
     return max(1, _GROUP_BYTES // size)
 
 
@@ -196,4 +192,4 @@ def _decoded(name: str, column: Column, opened: Any, source: tuple, rows: int) -
             values[:] = [value.tobytes() for value in values]
         return values
 
-    return Decoded((*source, name), bounds, decode, np.empty((0, *_dims(column)), column.numpy))
+    return Decoded((*source, name), bounds, decode, np.empty((0, *column.element_shape), column.numpy))

@@ -32,14 +32,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from storage.columns import Bits, Decoded, Fixed, Narrow, Ranged, Shard, Text, Values, by_byte, map_file, prove
 from storage.errors import CorruptShard
 from storage.files import Folder
-from storage.schema import Column, Record, Schema, one_nan
-from storage.shards import Bits, Decoded, Fixed, Narrow, Ranged, Shard, Text, Values, by_byte, map_file, prove
+from storage.schema import TEXT, Column, Record, Schema, one_nan
 
 SUFFIX = ".parquet"
 MAX_BYTES = 1 << 30  # of one shard: a page's size is a signed 32-bit number
-_TEXT: dict[str, type] = {"string": str, "bytes": bytes}
 _SMALL = 32  # values per element up to which a column keeps its numbers visible to other tools
 _GROUP_BYTES = 8 << 20  # values of a row group: little enough that Arrow's buffers are used again and stay in the cache
 _COMPRESSED_GROUP_BYTES = 4 << 20  # where it is compressed: for one key a whole group is decoded
@@ -73,7 +72,7 @@ def write(path: str, schema: Schema, keys: Sequence[str], records: Sequence[Reco
     for name, column in schema.columns.items():
         field = _field(name, column)
         values = _arrow(column, field.type, [record[name] for record in records], schema.element is None)
-        if column.dtype in _TEXT:  # the size of each page's values, which the footer does not tell
+        if column.dtype in TEXT:  # the size of each page's values, which the footer does not tell
             ends = np.cumsum(4 + pc.binary_length(values).to_numpy(), dtype=np.int64)
             sizes = np.diff(ends[np.array(stops, int) - 1], prepend=0)
             field = field.with_metadata({"value_bytes": " ".join(map(str, sizes))})
@@ -112,12 +111,12 @@ def _stops(counts: Sequence[int], records: Sequence[Record], group_bytes: int) -
 
 
 def _field(name: str, column: Column) -> pa.Field:
-    value = pa.from_numpy_dtype(column.dtype) if column.dtype not in _TEXT else None
+    value = pa.from_numpy_dtype(column.dtype) if column.dtype not in TEXT else None
     if value is None:
         return pa.field(name, pa.string() if column.dtype == "string" else pa.binary(), nullable=False)
     if None in column.dims:
         return pa.field(name, pa.list_(pa.field("element", value, nullable=False)), nullable=False)
-    width = math.prod(_dims(column))
+    width = math.prod(column.element_shape)
     if column.nullable:
         return pa.field(name, pa.list_(value, width) if column.dims else value, nullable=not column.dims)
     if not column.dims:
@@ -139,7 +138,7 @@ def _arrow(column: Column, type: pa.DataType, arrays: list[np.ndarray], single: 
             if len(array)
         ]
         return pa.chunked_array(chunks, type)
-    values = np.concatenate(arrays) if arrays else np.empty((0, *_dims(column)), column.numpy)
+    values = np.concatenate(arrays) if arrays else np.empty((0, *column.element_shape), column.numpy)
     if column.numpy.hasobject:
         return pa.array(values, type, from_pandas=False)
     flat = values.reshape(-1)
@@ -192,13 +191,13 @@ def read(folder: Folder, name: str, state: tuple, mapped: bool) -> Shard:
 
 def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
     """A column, by the fastest way that there is."""
-    buffer, path, stops, text = file.buffer, file.path, file.stops, column.dtype in _TEXT
+    buffer, path, stops, text = file.buffer, file.path, file.stops, column.dtype in TEXT
     if not (mapped and stops[-1] and (column.fixed or (text and buffer is not None))):
         return _decoded(file, name, column)
     field = file.arrow.get_field_index(name)
     chunks = [file.metadata.row_group(group).column(field) for group in range(len(stops))]
     ends = [chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks]
-    starts, dims = [0, *stops[:-1]], _dims(column)
+    starts, dims = [0, *stops[:-1]], column.element_shape
     width, dtype = math.prod(dims), np.dtype(object if text else column.dtype)
     bits = chunks[0].physical_type == "BOOLEAN"
     narrow = chunks[0].physical_type == "INT32" and dtype.itemsize < 4
@@ -218,7 +217,7 @@ def _values(file: _File, name: str, column: Column, mapped: bool) -> Values:
     if text:
         parts = memoryview(buffer)  # type: ignore[arg-type]  # text is decoded where nothing is mapped
         groups = [(row, parts[begin:end]) for row, begin, end in zip(starts, begins, ends, strict=True)]
-        return Text(groups, stops, _TEXT[column.dtype], path)
+        return Text(groups, stops, TEXT[column.dtype], path)
     if buffer is None:
         return Fixed(Ranged(file.folder, path, dtype, dims), width * raw.itemsize, stops, begins)
     if bits:
@@ -235,18 +234,16 @@ def _decoded(file: _File, name: str, column: Column) -> Decoded:
             table = pq.ParquetFile(opened, metadata=file.metadata).read_row_group(group, columns=[name])
         return _numpy(column, table.column(0).combine_chunks())
 
-    return Decoded((file.path, file.state, name), [0, *file.stops], decode, np.empty((0, *_dims(column)), column.numpy))
-
-
-def _dims(column: Column) -> tuple[int, ...]:
-    return () if None in column.dims else column.dims  # type: ignore[return-value]
+    return Decoded(
+        (file.path, file.state, name), [0, *file.stops], decode, np.empty((0, *column.element_shape), column.numpy)
+    )
 
 
 def _numpy(column: Column, array: Any) -> np.ndarray:
     """An Arrow array as the numpy array it was made from (`_arrow` backwards)."""
     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
-    shape = (len(array), *_dims(column))
-    if column.dtype in _TEXT:
+    shape = (len(array), *column.element_shape)
+    if column.dtype in TEXT:
         texts = np.empty(shape, object)
         texts[:] = array.to_pylist()
         return texts

@@ -20,12 +20,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage import lock as lock_file
+from storage.columns import Shard
 from storage.delta_log import EMPTY
 from storage.errors import CorruptShard, RecordMissing, StoreNotFound, StoreUnwritable
 from storage.files import Folder
 from storage.manifest import Manifest, Row
 from storage.schema import Record, Schema
-from storage.shards import Shard, open_shard
+from storage.shards import open_shard
 
 _SINGLE_LOOKUPS = 8  # keys looked up one by one in the manifest before a stage's index is read whole
 

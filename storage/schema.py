@@ -19,7 +19,7 @@ from storage.errors import SchemaError
 
 Record = dict[str, np.ndarray]
 
-_TEXT = {"string": str, "bytes": bytes}
+TEXT = {"string": str, "bytes": bytes}
 _NUMBERS = (
     "bool",
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -52,9 +52,9 @@ class Column:
     doc: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if self.dtype not in _TEXT and np.dtype(self.dtype).name not in _NUMBERS:
-            raise ValueError(f"dtype {self.dtype!r} can't be stored; choose one of {', '.join([*_NUMBERS, *_TEXT])}")
-        if self.dtype in _TEXT and self.dims != ():
+        if self.dtype not in TEXT and np.dtype(self.dtype).name not in _NUMBERS:
+            raise ValueError(f"dtype {self.dtype!r} can't be stored; choose one of {', '.join([*_NUMBERS, *TEXT])}")
+        if self.dtype in TEXT and self.dims != ():
             raise ValueError(f"a {self.dtype} column holds one value per element, so its dims are (), not {self.dims}")
         if any(size is not None and size < 1 for size in self.dims):
             raise ValueError(f"dims {self.dims}: every size is at least 1")
@@ -66,12 +66,17 @@ class Column:
     @cached_property
     def fixed(self) -> bool:
         """True where every element takes the same number of bytes (can be memory-mapped)."""
-        return self.dtype not in _TEXT and None not in self.dims and not self.nullable
+        return self.dtype not in TEXT and None not in self.dims and not self.nullable
+
+    @cached_property
+    def element_shape(self) -> tuple[int, ...]:
+        """Shape of one element in the array that a record holds; `()` for a list, which is one object."""
+        return tuple(size for size in self.dims if size is not None)
 
     @cached_property
     def numpy(self) -> np.dtype:
         """dtype of the array that a record holds (`object` for text and lists)."""
-        return np.dtype(object if self.dtype in _TEXT or None in self.dims else self.dtype)
+        return np.dtype(object if self.dtype in TEXT or None in self.dims else self.dtype)
 
 
 @dataclass(frozen=True)
@@ -186,8 +191,8 @@ def one_nan(array: np.ndarray) -> np.ndarray:
 
 def _stored(column: Column, format: str, array: np.ndarray, where: str) -> np.ndarray:
     """The array as it is read back; text and lists are checked value by value."""
-    if column.dtype in _TEXT:
-        kind = _TEXT[column.dtype]
+    if column.dtype in TEXT:
+        kind = TEXT[column.dtype]
         for value in array.flat:
             if type(value) is not kind:
                 raise SchemaError(f"{where} holds {value!r:.60}, expected {kind.__name__}")

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage import Column, CorruptShard, Record, Row, Schema, SchemaError, ShardWriter, read_record
+from storage.columns import same
 from storage.fingerprint import record_digest
-from storage.shards import same
 
 NUMBERS = ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32"]
 NUMBERS.append("float64")

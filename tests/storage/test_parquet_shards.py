@@ -14,7 +14,7 @@ import pytest
 
 import storage
 from storage import Column, CorruptShard, Manifest, Record, Schema, parquet, read_record, shards
-from storage.shards import Decoded
+from storage.columns import Decoded
 from tests.contracts.shard_format import ShardFormatContract, write
 
 
