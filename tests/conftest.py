@@ -6,6 +6,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "COLUMNS", "LINES", "SCENECACHE_STORE"):
+    os.environ.pop(name, None)  # what a shell or a CI may set: plain text of a known width is compared
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait leave their core to others on a busy machine
 
 # The same examples on every machine, however slow it is; `--hypothesis-profile default` looks for new ones.
