@@ -2,6 +2,7 @@
 
     CacheError
     +-- StoreNotFound (FileNotFoundError)   no store, stage or snapshot of that name
+    |   +-- StageMissing (KeyError)         the stage, of a store that is there
     +-- RecordMissing (KeyError)            no record under that key
     +-- SchemaError (ValueError)            arrays do not fit the stage's schema
     +-- CorruptShard (OSError)              a shard's bytes are not what was written
@@ -23,6 +24,10 @@ class CacheError(Exception):
 
 class StoreNotFound(CacheError, FileNotFoundError):
     """The store, stage or snapshot does not exist."""
+
+
+class StageMissing(StoreNotFound, KeyError):
+    """The store has no stage of this name."""
 
 
 class RecordMissing(CacheError, KeyError):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
 
 from storage.errors import RecordMissing, SchemaError
-from storage.reader import Records
+from storage.reader import Records, StoreMapping
 from storage.schema import Record
 
 
-class Lookup(Mapping[str, dict[str, Record | None]]):
+class Lookup(StoreMapping[dict[str, Record | None]]):
     """A join by a column instead of by key. It maps a child's key to {stage: record}, as `Join` does.
 
         questions = cache["sqa3d_questions"].select("question", "answer", "scene_id")
@@ -62,6 +62,10 @@ class Lookup(Mapping[str, dict[str, Record | None]]):
                 )
             for key in lacking:
                 del self._parent[key]
+
+    def __repr__(self) -> str:
+        stages = ", ".join(repr(records.stage) for records in self.records)
+        return f"Lookup({stages}, missing={self.missing!r}: {len(self)} keys)"
 
     def parent(self, key: str) -> str:
         """Key of a child's parent."""

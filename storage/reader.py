@@ -10,10 +10,10 @@ import time
 import warnings
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +22,16 @@ import pyarrow.compute as pc
 from storage import lock as lock_file
 from storage.columns import Shard
 from storage.delta_log import EMPTY
-from storage.errors import CorruptShard, RecordMissing, StoreNotFound, StoreUnwritable
+from storage.errors import CorruptShard, RecordMissing, StageMissing, StoreNotFound, StoreUnwritable
 from storage.files import Folder
 from storage.manifest import Manifest, Row
 from storage.schema import Record, Schema
 from storage.shards import open_shard
 
 _SINGLE_LOOKUPS = 8  # keys looked up one by one in the manifest before a stage's index is read whole
+_COMPLETED = 10_000  # keys that the tab key offers, at most: a shell compares them one by one
+
+_Value = TypeVar("_Value", covariant=True)
 
 
 def open(
@@ -63,7 +66,17 @@ def open(
     return cache
 
 
-class Cache:
+class StoreMapping(Mapping[str, _Value]):
+    """A mapping whose values lie in a store. It equals itself alone: comparing values would read them all."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self) if len(self) <= _COMPLETED else []
+
+
+class Cache(StoreMapping["Records"]):
     """A store at one snapshot: stage name -> `Records`. It pickles, and works in forked and spawned processes."""
 
     def __init__(self, url: str | os.PathLike[str], snapshot: int | None = None) -> None:
@@ -105,7 +118,7 @@ class Cache:
     def __getitem__(self, stage: str) -> Records:
         if stage not in self._records:
             if stage not in self.stages:
-                raise StoreNotFound(f"{self.url} has no stage {stage!r}{_near(stage, self.stages)}")
+                raise StageMissing(f"{self.url} has no stage {stage!r}{_near(stage, self.stages)}")
             self._records[stage] = Records(_Stage(self.manifest, stage))
         return self._records[stage]
 
@@ -161,12 +174,14 @@ class _Index:
         spans: (record, 3) int64: shard, first row, rows.
         order: numbers of the records, shard by shard.
         shards: file, size in bytes and `mapped` of each shard.
+        newest: number of the shard that holds the newest record, 0 where there is none.
     """
 
     position: dict[str, int]
     spans: np.ndarray
     order: np.ndarray
     shards: list[tuple[str, int, bool]]
+    newest: int
 
 
 class _Stage:
@@ -195,7 +210,7 @@ class _Stage:
         return self._index is not None
 
     def _read_index(self) -> _Index:
-        columns = ["item", "status", "shard", "first_row", "rows", "shard_bytes", "mapped"]
+        columns = ["item", "status", "shard", "first_row", "rows", "shard_bytes", "mapped", "time"]
         table = self.manifest.latest(self.name, columns)
         table = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
         encoded = pc.dictionary_encode(table["shard"].combine_chunks())
@@ -208,6 +223,7 @@ class _Stage:
             spans,
             np.argsort(spans[:, 0], kind="stable"),
             list(zip(encoded.dictionary.to_pylist(), sizes, mapped, strict=True)),
+            int(numbers[np.argmax(table["time"].cast(pa.int64()).to_numpy())]) if len(numbers) else 0,
         )
         del table, encoded, numbers
         pa.default_memory_pool().release_unused()  # a hundred bytes an item, in each process that reads
@@ -244,16 +260,16 @@ class _Stage:
     @property
     def schema(self) -> Schema:
         if self._schema is None:
-            shards = self.index.shards
-            if not shards:
+            index = self.index
+            if not index.shards:
                 raise StoreNotFound(
                     f"{self.name} has no record yet, so its columns are unknown; `scenecache failures` says why"
                 )
-            self._schema = self.open(shards[-1]).schema
+            self._schema = self.open(index.shards[index.newest]).schema
         return self._schema
 
 
-class Records(Mapping[str, Record]):
+class Records(StoreMapping[Record]):
     """The records of a stage by item key, sorted by key.
 
     Arrays are read-only views of the mapped shard where it is mapped; copy (`np.array`) what you want to change.
@@ -282,7 +298,7 @@ class Records(Mapping[str, Record]):
 
     @property
     def schema(self) -> Schema:
-        """Columns of the records, those selected."""
+        """Columns of the records, those selected; of the newest one, where an older recipe gave others."""
         schema = self._stage.schema
         if self._names is None:
             return schema
@@ -301,8 +317,10 @@ class Records(Mapping[str, Record]):
             raise TypeError(
                 f"select() needs the names of columns; {self.stage} has {', '.join(self._stage.schema.columns)}"
             )
-        if unknown := [c for c in columns if c not in self._stage.schema.columns]:
-            known = list(self._stage.schema.columns)
+        known = list(self._stage.schema.columns)
+        if unknown := [c for c in columns if c not in known]:
+            if not isinstance(unknown[0], str):
+                raise TypeError(f"select() takes names one by one, select('{known[0]}', ...), not {unknown[0]!r:.60}")
             raise StoreNotFound(
                 f"{self.stage} has no column {unknown[0]!r}{_near(unknown[0], known)}; it has {', '.join(known)}"
             )
@@ -340,6 +358,11 @@ class Records(Mapping[str, Record]):
     def _find(self, key: str) -> Record:
         """`__getitem__` before the places are laid out, and for what has none."""
         stage = self._stage
+        if not isinstance(key, str):
+            raise (RecordMissing if isinstance(key, Hashable) else TypeError)(
+                f"{stage.name}: {key!r:.60} is no key, which is a text. By position: list(records)[i], or MapDataset; "
+                "several: [records[key] for key in keys]"
+            )
         if self._position or not (stage.indexed or stage.many_lookups()) or key not in stage.index.position:
             return self._read(stage.readable(key))
         index = stage.index
@@ -395,12 +418,15 @@ class _Single:
         return values.reshape(values.shape[1:])
 
 
-class Join(Mapping[str, dict[str, Record | None]]):
+class Join(StoreMapping[dict[str, Record | None]]):
     """Several stages' records by key: `join[key]["votenet"]["feature"]`."""
 
     def __init__(self, records: Sequence[Records], missing: str = "drop") -> None:
         if missing not in ("drop", "raise", "mask"):
             raise ValueError(f"missing={missing!r}: use 'drop', 'raise' or 'mask'")
+        for r in records:
+            if not hasattr(r, "stage"):
+                raise TypeError(f"a join is of the records of stages, such as cache['votenet'], not of {r!r:.80}")
         if len({r.stage for r in records}) != len(records) or not records:
             raise ValueError(f"join needs different stages, got {[r.stage for r in records]}")
         self._records, self.missing = tuple(records), missing
@@ -415,6 +441,9 @@ class Join(Mapping[str, dict[str, Record | None]]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Join, (self._records, self.missing)
+
+    def __repr__(self) -> str:
+        return f"Join({', '.join(map(repr, self.stages))}, missing={self.missing!r}: {len(self)} keys)"
 
     @property
     def stages(self) -> tuple[str, ...]:

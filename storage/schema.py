@@ -8,7 +8,7 @@ each array has exactly its column's dims.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
@@ -63,6 +63,11 @@ class Column:
         if self.nullable and not (self.dtype.startswith("float") and None not in self.dims):
             raise ValueError(f"nullable needs a float column of fixed dims, this is {self.dtype} {self.dims}")
 
+    def __repr__(self) -> str:
+        given = [repr(getattr(self, f.name)) for f in fields(self)[:2]]
+        given += [f"{f.name}={value!r}" for f in fields(self)[2:] if (value := getattr(self, f.name)) != f.default]
+        return f"Column({', '.join(given)})"
+
     @cached_property
     def fixed(self) -> bool:
         """True where every element takes the same number of bytes (can be memory-mapped)."""
@@ -104,6 +109,19 @@ class Schema:
         if not self.columns:
             raise ValueError("a schema needs at least one column")
         object.__setattr__(self, "columns", MappingProxyType(dict(self.columns)))
+
+    def __repr__(self) -> str:
+        """A line for each column: its array, unit (frame), and what it is."""
+        arrays = {
+            name: f"{c.dtype} {(self.element, *c.dims) if self.element else c.dims}".replace("'", "")
+            for name, c in self.columns.items()
+        }
+        wide, wider = max(map(len, arrays)), max(map(len, arrays.values()))
+        lines = [f"Schema(element={self.element!r}, format={self.format!r}, compress={self.compress})"]
+        for name, c in self.columns.items():
+            about = "  ".join(filter(None, [c.unit, c.frame and f"({c.frame})", c.doc]))
+            lines.append(f"  {name:<{wide}}  {arrays[name]:<{wider}}  {about}".rstrip())
+        return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mappingproxy does not pickle
         return Schema, (dict(self.columns), self.element, self.format, self.compress)

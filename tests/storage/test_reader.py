@@ -171,9 +171,6 @@ def test_a_key_that_is_not_there_is_an_error_with_keys_like_it(store: Path, inde
     assert isinstance(raised.value, KeyError)
     with pytest.raises(RecordMissing, match="no record for 'xyz'; there are 20, such as 'scene0000', 'scene0001'"):
         records["xyz"]
-    for key in (3, None, ["scene0001"]):
-        with pytest.raises((RecordMissing, TypeError)):
-            records[key]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -186,10 +183,20 @@ def test_a_failed_item_is_an_error_that_says_why(store: Path, indexed: bool) -> 
     assert records.row("broken").error_text == "no mesh"
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("key", [3, None, ("scene0001", "scene0002"), slice(0, 3), ["scene0001"]])
+def test_what_is_no_key_is_told_what_keys_are(store: Path, key: Any, indexed: bool) -> None:
+    records = storage.open(store)["objects"]
+    if indexed:
+        by_index(records)["scene0003"]
+    with pytest.raises((RecordMissing, TypeError), match="is no key, which is a text. By position: .*MapDataset"):
+        records[key]
+
+
 def test_an_unknown_stage_is_an_error_with_stages_like_it(store: Path) -> None:
     with pytest.raises(StoreNotFound, match="no stage 'object'; did you mean 'objects'"):
         storage.open(store)["object"]
-    with pytest.raises(StoreNotFound, match="no stage 'xyz'; there are 2, such as 'caption', 'objects'"):
+    with pytest.raises(KeyError, match="no stage 'xyz'; there are 2, such as 'caption', 'objects'"):
         storage.open(store)["xyz"]
 
 
@@ -250,6 +257,8 @@ def test_join_drops_raises_or_masks_what_not_all_stages_have(store: Path) -> Non
         cache.join("objects", "objects")
     with pytest.raises(ValueError, match="'drop', 'raise' or 'mask'"):
         cache.join("objects", missing="ignore")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="of the records of stages, such as .*not of Join"):
+        cache.join(joined, "objects")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("format", ["parquet", "hdf5"])
@@ -275,6 +284,8 @@ def test_a_record_without_elements_is_fit_for_torch(tmp_path: Path, format: str)
 def test_a_selection_of_no_columns_is_refused(store: Path) -> None:
     with pytest.raises(TypeError, match="names of columns; objects has feature, box, name"):
         storage.open(store)["objects"].select()
+    with pytest.raises(TypeError, match=r"names one by one, select\('feature', ...\), not \['box', 'name'\]"):
+        storage.open(store)["objects"].select(["box", "name"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "denied"), OSError(errno.EMFILE, "too many")])
@@ -371,6 +382,17 @@ def test_a_record_says_what_made_it(store: Path) -> None:
         records.digest("broken")
 
 
+def test_the_schema_is_that_of_the_newest_record(store: Path) -> None:
+    """Another split's records may have been made under other settings; they stay in the store."""
+    wide = {**OBJECTS.columns, "feature": Column((64,), "float32")}
+    record = {**objects(3), "feature": np.zeros((3, 64), np.float32)}
+    fill(store, {"scene0004": record}, schema=Schema(wide, "object"))
+    records = storage.open(store)["objects"]
+    assert records.schema.columns == wide
+    assert records["scene0004"]["feature"].dtype == np.float32
+    assert records["scene0003"]["feature"].dtype == np.float16
+
+
 def test_shard_numbers_say_what_lies_together(store: Path) -> None:
     numbers = storage.open(store)["objects"].shards(["scene0001", "scene0002", "scene0011", "nothing"])
     assert numbers[0] == numbers[1] != numbers[2]
@@ -406,6 +428,27 @@ def test_a_cache_says_what_it_is(store: Path) -> None:
     assert isinstance(cache, Cache)
     assert repr(cache) == f"Cache('{store}', snapshot={cache.snapshot}, stages=['caption', 'objects'])"
     assert repr(cache["objects"]) == f"Records('objects', all columns, snapshot={cache.snapshot})"
+    assert repr(cache.join("objects", "caption")) == "Join('objects', 'caption', missing='drop': 15 keys)"
+
+
+def test_mappings_equal_themselves_alone_and_no_shard_is_read_for_it(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = storage.open(store)
+    one, other = cache["objects"], cache["objects"].select("box")
+    monkeypatch.setattr(storage.reader, "open_shard", None)
+    for first, second in ((one, other), (cache.join("objects"), cache.join("objects")), (cache, storage.open(store))):
+        assert first == first
+        assert first != second
+        assert len({first, second, first}) == 2
+
+
+def test_the_tab_key_offers_stages_and_keys(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = storage.open(store)
+    assert cache._ipython_key_completions_() == ["caption", "objects"]
+    assert cache["objects"]._ipython_key_completions_() == [f"scene{i:04}" for i in range(20)]
+    monkeypatch.setattr(storage.reader, "_COMPLETED", 19)  # a shell would look at a million for a while
+    assert cache["objects"]._ipython_key_completions_() == []
 
 
 @pytest.mark.parametrize("snapshot", [-1, -2, 77, 1 << 63, 1 << 70])
@@ -421,6 +464,8 @@ def test_a_cache_is_a_collection_of_its_stages(store: Path) -> None:
     assert "objects" in cache
     assert "object" not in cache
     assert 0 not in cache
+    assert dict(cache) == dict(cache.items()) == {"caption": cache["caption"], "objects": cache["objects"]}
+    assert cache.get("object") is None
 
 
 def test_a_column_described_in_other_words_reads_the_same_records(store: Path) -> None:

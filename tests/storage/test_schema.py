@@ -40,3 +40,16 @@ def test_what_is_no_record_of_arrays_is_a_schema_error_in_one_line(record: Any, 
 def test_lists_of_numbers_are_taken_as_arrays() -> None:
     found = OBJECTS.check({"feature": FEATURE, "tags": [[1, 2], []]}, "where")
     assert [one.tolist() for one in found["tags"]] == [[1, 2], []]
+
+
+def test_a_schema_is_shown_as_a_table() -> None:
+    schema = Schema(
+        {"box": Column((7,), unit="m", frame="scan", doc="centre, size, yaw"), "name": Column((), "string")}, "object"
+    )
+    assert repr(schema).splitlines() == [
+        "Schema(element='object', format='parquet', compress=False)",
+        "  box   float32 (object, 7)  m  (scan)  centre, size, yaw",
+        "  name  string (object,)",
+    ]
+    assert repr(schema.columns["box"]) == "Column((7,), 'float32', unit='m', frame='scan', doc='centre, size, yaw')"
+    assert repr(Schema({"grid": Column((3, 4), "float16")})).endswith("  grid  float16 (3, 4)")

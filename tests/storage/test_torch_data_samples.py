@@ -184,6 +184,11 @@ def test_a_whole_cache_is_refused_with_what_to_give_instead(url, what):
 
 def test_datasets_and_streams_say_what_they_read(url):
     records = storage.open(url)["objects"].select("feature")
+    cache = storage.open(url)
+    pairs = Lookup(cache["questions"], "scene_id", cache["objects"])
+    assert repr(pairs) == f"Lookup('questions', 'objects', missing='drop': {len(pairs)} keys)"
+    assert pairs != Lookup(cache["questions"], "scene_id", cache["objects"])
+    assert pairs in {pairs}
     dataset = MapDataset(records)
     assert repr(dataset) == f"MapDataset({records!r}: {COUNT} items)"
     stream = Stream(records, 4, seed=3, last="drop", rank=1, world_size=2)
