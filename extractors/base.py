@@ -23,7 +23,7 @@ class Weights:
     """Where a network's parameters come from.
 
     Attributes:
-        source: path of a checkpoint, or `untrained:SEED` for seeded random parameters.
+        source: path or URL of a checkpoint, or `untrained:SEED` for seeded random parameters.
     """
 
     source: str
@@ -36,13 +36,15 @@ class Weights:
 
     @property
     def path(self) -> Path:
-        """Path of the checkpoint file.
+        """Path of the checkpoint file; of one at a URL, that of its copy (`extractors.fetch`).
 
         Raises:
-            WeightsError: there is no such file.
+            WeightsError: there is no such file, or it can't be fetched.
         """
         if "://" in self.source:
-            raise WeightsError(f"{self.source} is a URL, which is not fetched: download the file and give its path")
+            from extractors.fetch import fetched
+
+            return fetched(self.source)
         path = Path(self.source).expanduser()
         if not path.is_file():
             raise WeightsError(

@@ -39,7 +39,7 @@ class ImageGrid(Extractor):
     """What the encoders share: where images come from, batches over items, the record.
 
     Attributes:
-        weights: checkpoint, or `untrained:SEED`.
+        weights: checkpoint (path or URL), or `untrained:SEED`.
         column: column of the input record that holds images: `frame` (one grid per frame, with its `frame_index`),
             `image` (encoded, at its own size) or `image224` (already 224 x 224, rounded to 8 bits).
         dtype: of the grids.

@@ -15,7 +15,7 @@ from PIL import Image
 from extractors import bev_render
 from extractors.base import recipe
 from extractors.bev_render import PROGRAM, BevRender, gl_works, input_image
-from extractors.errors import ChildDied, EmptyInput, InvalidValues, MissingPackage, NoColors, NoFaces
+from extractors.errors import ChildDied, EmptyInput, InvalidValues, MemoryCapExceeded, MissingPackage, NoColors, NoFaces
 from extractors.inputs import Scan
 
 SMALL = {"width": 192, "height": 108}
@@ -366,6 +366,29 @@ def test_blender_that_dies_fails_its_scan_and_the_next_one_is_rendered(scan, mon
         run([prepared])
     (after,) = run([prepared])
     assert digest(before) == digest(after)
+
+
+@pytest.mark.blender
+def test_blender_is_kept_replaced_after_so_many_scans_and_capped(scan, monkeypatch):
+    children = []
+
+    class Watched(bev_render.Child):
+        def __init__(self, *args, **keywords):
+            super().__init__(*args, **keywords)
+            children.append(self)
+
+    monkeypatch.setattr(bev_render, "Child", Watched)
+    monkeypatch.setattr(BevRender, "SCANS_PER_BLENDER", 2)
+    extractor = BevRender(look="flat", engine="cycles", **SMALL)
+    prepared, pids = extractor.prepare("hall", scan), []
+    run = extractor.load()
+    for _ in range(3):
+        run([prepared])
+        pids.append(children[0].pid)
+    assert pids[0] == pids[1] != pids[2]
+    monkeypatch.setattr(BevRender, "MEMORY_GB", 0.01)
+    with pytest.raises(MemoryCapExceeded, match="Blender helper: .* the cap is 0.01"):
+        extractor.load()([prepared])
 
 
 @pytest.mark.blender
