@@ -137,6 +137,8 @@ def show(url: str | None, stage: str, item: str, as_json: bool) -> None:
     if row.status in ("ok", "empty"):
         record = records[item]
         for name, column in records.schema.columns.items():
+            if name not in record:  # it is of an older recipe
+                continue
             array = record[name]
             columns.append(
                 {
@@ -207,7 +209,7 @@ def verify(url: str | None, deep: bool, mark: bool, snapshot: int | None, lock: 
     if snapshot is not None and mark and report.marked < len(report.faults):
         print(
             f"{len(report.faults) - report.marked} not marked: newer snapshots have other records in their place. For "
-            f"readers of snapshot {report.snapshot} only a copy of the file brings them back."
+            f"readers of snapshot {report.snapshot}, run once with the settings of then: equal records are an equal file."
         )
     for lost in report.recipes:
         print(f"{lost.stage}, {lost.records:,} records: {lost.problem}")
