@@ -209,7 +209,7 @@ def verify(url: str | None, deep: bool, mark: bool, snapshot: int | None, lock: 
     if snapshot is not None and mark and report.marked < len(report.faults):
         print(
             f"{len(report.faults) - report.marked} not marked: newer snapshots have other records in their place. For "
-            f"readers of snapshot {report.snapshot}, run once with the settings of then: equal records are an equal file."
+            f"readers of snapshot {report.snapshot} run once with the settings of then: equal records, equal file."
         )
     for lost in report.recipes:
         print(f"{lost.stage}, {lost.records:,} records: {lost.problem}")
