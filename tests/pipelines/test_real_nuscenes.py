@@ -43,7 +43,7 @@ def folder(data_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("runner", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("runner", ["local", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.slow])])
 def test_all_detectors_run_on_the_real_key_frame(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runner: str
 ) -> None:
