@@ -26,7 +26,7 @@ import numpy as np
 from pipelines import nuscenes_qa_npz
 from pipelines.cli_store import open_store
 from pipelines.errors import JobError, unknown
-from storage.errors import RecordMissing
+from storage.errors import RecordMissing, SchemaError
 from storage.reader import Records
 from storage.schema import Record, Schema
 
@@ -104,6 +104,8 @@ def export(
         try:
             write(part, records[key], records.schema)
             part.replace(out / name)
+        except SchemaError as error:  # a record of an older recipe, with other columns
+            raise JobError(f"{key}: {error}, with --column") from error
         finally:
             part.unlink(missing_ok=True)
     (out / "keys.json").write_text(json.dumps(files, indent=1, ensure_ascii=False) + "\n", encoding="utf8")

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from storage import lock as lock_file
 from storage.columns import Shard
 from storage.delta_log import EMPTY
-from storage.errors import CorruptShard, RecordMissing, StageMissing, StoreNotFound, StoreUnwritable
+from storage.errors import CorruptShard, RecordMissing, SchemaError, StageMissing, StoreNotFound, StoreUnwritable
 from storage.files import Folder
 from storage.manifest import Manifest, Row
 from storage.schema import Record, Schema
@@ -273,7 +273,8 @@ class Records(StoreMapping[Record]):
     """The records of a stage by item key, sorted by key.
 
     Arrays are read-only views of the mapped shard where it is mapped; copy (`np.array`) what you want to change.
-    Failed items are not among the keys; asking for one raises RecordMissing with its error.
+    Failed items are not among the keys; asking for one raises RecordMissing with its error. Columns are those of
+    `schema`: a record of an older recipe that lacks one raises SchemaError, unless others are selected.
     """
 
     def __init__(self, stage: _Stage, columns: tuple[str, ...] | None = None) -> None:
@@ -283,6 +284,7 @@ class Records(StoreMapping[Record]):
         # read), the number of elements, and where each column's values start.
         self._places = array("i")
         self._width = 0  # of a place
+        self._laid_out: Sequence[str] = ()  # columns in a place
         self._columns: list[list[tuple[str, Any, int]]] = [[]]  # by shard + 1: name, values, step (see `Shard.reach`)
         self._position: Mapping[str, int] = {}  # the index's, once the above is laid out
 
@@ -368,23 +370,31 @@ class Records(StoreMapping[Record]):
         index = stage.index
         with stage.lock:
             if not self._position:
-                shard = stage.open(index.shards[index.spans[index.position[key], 0]])
-                self._width = 2 + len(self._names or shard.columns)
+                self._laid_out = self._names or self._all_columns(index.spans[index.position[key], 0])
+                self._width = 2 + len(self._laid_out)
                 self._places = array("q", bytes(8 * self._width * len(index.position)))
                 self._columns = [[] for _ in range(2 + len(index.shards))]
                 self._position = index.position  # last: other threads may be reading
         return self[key]
+
+    def _all_columns(self, shard: int) -> Sequence[str]:
+        """Names of the schema's columns; where the shard that would tell them is lost, those of the shard asked for."""
+        try:
+            return list(self._stage.schema.columns)
+        except CorruptShard:
+            return list(self._stage.open(self._stage.index.shards[shard]).columns)
 
     def _open(self, position: int) -> list[tuple[str, Any, int]]:
         """Fill in the places of all records in the shard of one; returns the shard's columns."""
         index = self._stage.index
         number = int(index.spans[position, 0])
         shard = self._stage.open(index.shards[number])
+        _check_columns(shard, self._laid_out, index.shards[number][0])
         records = self._stage.records(number)
         places = np.frombuffer(self._places, np.int64).reshape(-1, self._width)
         _, first, rows = index.spans[records].T
         columns = []
-        for i, name in enumerate(self._names or shard.columns, 2):
+        for i, name in enumerate(self._laid_out, 2):
             values, step, starts = shard.reach(name)
             places[records, i] = np.where(rows, starts(first), 0)
             columns.append((name, _Single(values) if shard.schema.element is None else values, step))
@@ -486,16 +496,26 @@ def read_record(
 
     Raises:
         CorruptShard: the shard is missing or not what the row says.
+        SchemaError: it lacks one of `columns`.
     """
     folder = url if isinstance(url, Folder) else Folder(url)
     shard = open_shard(folder, row.shard, row.shard_bytes, row.mapped)
     rows = slice(row.first_row, row.first_row + row.rows)
     if schema is not None and dict(shard.schema.columns) != dict(schema.columns):
         raise CorruptShard(f"{row.shard} holds columns {list(shard.schema.columns)}, expected {list(schema.columns)}")
+    _check_columns(shard, columns or (), row.shard)
     record = {name: shard.columns[name][rows] for name in columns or shard.columns}
     if shard.schema.element is None:
         return {name: values.reshape(values.shape[1:]) for name, values in record.items()}
     return record
+
+
+def _check_columns(shard: Shard, names: Sequence[str], path: str) -> None:
+    if lacking := [name for name in names if name not in shard.columns]:
+        raise SchemaError(
+            f"{path}, of an older recipe, has no column {', '.join(map(repr, lacking))}: it has "
+            f"{', '.join(shard.columns)}. select() those, or run the job for its items again"
+        )
 
 
 def _near(name: Any, known: Sequence[str]) -> str:

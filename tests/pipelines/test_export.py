@@ -134,6 +134,22 @@ def test_an_empty_record_is_exported_with_the_types_of_the_others(tmp_path: Path
     assert {name: array.dtype.kind for name, array in one.items()} == {name: a.dtype.kind for name, a in other.items()}
 
 
+def test_a_record_of_older_columns_is_shown_and_its_export_says_what_to_do(call: Call, folder: Path) -> None:
+    old = {"a": storage.Column((2,))}
+    for key, columns in (("old", old), ("new", old | {"b": storage.Column()})):
+        writer = storage.ShardWriter("store", "stage", storage.Schema(columns))
+        recipe = storage.Manifest("store").save_recipe({"extractor": "mine"})
+        record = {name: np.zeros(column.element_shape, np.float32) for name, column in columns.items()}
+        writer.add(storage.Row("stage", key, bytes(16), bytes(16), recipe, "ok"), record)
+        storage.Manifest("store").commit(writer.flush())
+    assert [c["name"] for c in object_of(call("show", "stage", "old", "--json")[1])["columns"]] == ["a"]
+    assert [c["name"] for c in object_of(call("show", "stage", "new", "--json")[1])["columns"]] == ["a", "b"]
+    code, _, err = call("export", "stage", "out")
+    assert code == 2
+    assert "has no column 'b': it has a. select() those" in err
+    assert call("export", "stage", "out", "--column", "a")[0] == 0
+
+
 def test_file_names_are_safe_and_different_for_any_keys() -> None:
     keys = ["scene0000_00", "Scene0000_00", "a/b", "a b", "..", ".hidden", "ü", "x" * 300, "con.txt"]
     names = file_names(keys, ".npz")

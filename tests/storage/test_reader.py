@@ -393,6 +393,40 @@ def test_the_schema_is_that_of_the_newest_record(store: Path) -> None:
     assert records["scene0003"]["feature"].dtype == np.float16
 
 
+@pytest.mark.parametrize("indexed", [False, True])
+def test_records_of_older_columns_are_read_beside_the_new_ones(tmp_path: Path, indexed: bool) -> None:
+    few = Schema({"a": Column((2,)), "b": Column()}, "object")
+    many = Schema({**few.columns, "c": Column((3,)), "d": Column((), "string")}, "object")
+    given = {
+        "a": np.ones((2, 2), np.float32),
+        "b": np.ones(2, np.float32),
+        "c": np.zeros((2, 3), np.float32),
+        "d": np.array(["x", "y"], object),
+    }
+    only = {name: given[name] for name in few.columns}
+    fill(tmp_path / "grown", {"old": only}, schema=few)
+    fill(tmp_path / "grown", {"new": given}, schema=many)
+    fill(tmp_path / "shrunk", {"old": given}, schema=many)
+    fill(tmp_path / "shrunk", {"new": only}, schema=few)
+
+    def records(name: str) -> storage.Records:
+        found = storage.open(tmp_path / name)["objects"]
+        return by_index(found) if indexed else found
+
+    for first, second in (("old", "new"), ("new", "old")):
+        chosen = records("grown").select("b", "a")
+        assert [list(chosen[key]) for key in (first, second)] == [["b", "a"]] * 2
+        assert list(records("grown")["new"]) == list(many.columns)
+        shrunk = records("shrunk")
+        assert_same(shrunk["new"], only)
+        assert set(only) <= set(shrunk["old"])
+    with pytest.raises(storage.SchemaError, match="older recipe, has no column 'd': it has a, b. select"):
+        records("grown").select("a", "d")["old"]
+    if indexed:
+        with pytest.raises(storage.SchemaError, match="has no column 'c', 'd'"):
+            records("grown")["old"]
+
+
 def test_shard_numbers_say_what_lies_together(store: Path) -> None:
     numbers = storage.open(store)["objects"].shards(["scene0001", "scene0002", "scene0011", "nothing"])
     assert numbers[0] == numbers[1] != numbers[2]
