@@ -1,6 +1,7 @@
 """The synthetic dataset is in the official layout, true to its own geometry, and the same every time."""
 
 import json
+import re
 
 import cv2
 import numpy as np
@@ -96,43 +97,81 @@ def test_depth_and_pose_put_the_pictures_onto_the_mesh(scenes):
         assert np.median(np.abs(seen - nearest)) < 25
 
 
-def test_situations_lie_where_the_text_says(dataset, scenes):
-    """The named object is in the direction that the annotated pose faces, by the mesh and labels alone."""
-    out = dataset[0]
+QUARTERS = ("in front of me", "to my left", "behind me", "to my right")
+WAY = "in front of me|to my left|behind me|to my right"
+
+
+class Standing:
+    """A row of the question table beside the objects of its scene, by mesh, labels and annotated pose alone."""
+
+    def __init__(self, row, objects):
+        self.here, self.look = row["pose_aligned"][:2], row["facing_aligned"]
+        self.labels = [str(label) for label in objects["label"]]
+        self.boxes = objects["box_aligned"]
+
+    def bearing(self, i):
+        """Degrees to the left of the direction of view."""
+        to = self.boxes[i, :2] - self.here
+        return np.rad2deg(np.arctan2(self.look[0] * to[1] - self.look[1] * to[0], self.look @ to))
+
+    def way(self, i):
+        return QUARTERS[int(np.round(self.bearing(i) / 90)) % 4]
+
+    def distance(self, i):
+        outside = np.abs(self.here - self.boxes[i, :2]) - self.boxes[i, 3:5] / 2
+        return np.linalg.norm(np.maximum(outside, 0))
+
+    def one(self, label):
+        (i,) = self.all(label)
+        return i
+
+    def all(self, label):
+        return [
+            i for i, known in enumerate(self.labels) if label in (known, known + "s", known + "es", known[:-1] + "ves")
+        ]
+
+    def answer(self, question):
+        """What the geometry says."""
+        if m := re.fullmatch(rf"What is the closest thing ({WAY})\?", question):
+            return self.labels[min((i for i in range(len(self.labels)) if self.way(i) == m[1]), key=self.distance)]
+        if m := re.fullmatch(rf"Is there an? (.+) ({WAY})\?", question):
+            return "yes" if m[2] in map(self.way, self.all(m[1])) else "no"
+        if m := re.fullmatch(rf"How many (.+) are ({WAY})\?", question):
+            return self.number(sum(self.way(i) == m[2] for i in self.all(m[1])))
+        if m := re.fullmatch(r"How many (.+) are in this room\?", question):
+            return self.number(len(self.all(m[1])))
+        if m := re.fullmatch(r"Which direction should I go to reach the (.+)\?", question):
+            return ("forward", "left", "backward", "right")[QUARTERS.index(self.way(self.one(m[1])))]
+        if m := re.fullmatch(rf"Can I find the (.+) ({WAY})\?", question):
+            return "yes" if self.way(self.one(m[1])) == m[2] else "no"
+        if m := re.fullmatch(r"Do I have to turn left to face the (.+)\?", question):
+            return "yes" if self.way(self.one(m[1])) == "to my left" else "no"
+        m = re.fullmatch(r"Is the (.+) closer to me than the (.+)\?", question)
+        return "yes" if self.distance(self.one(m[1])) < self.distance(self.one(m[2])) else "no"
+
+    @staticmethod
+    def number(count):
+        return ("zero", "one", "two", "three", "four", "five", "six")[count]
+
+
+def test_situations_and_answers_follow_from_mesh_labels_and_pose(dataset, scenes):
     parents = {key: ScanInfo().prepare(key, scan) for key, (scan, _, _) in scenes.items()}
-    boxes = {key: ScanObjects().prepare(key, scan, labels) for key, (scan, labels, _) in scenes.items()}
-    table = SQA3DQuestions(out)
+    objects = {key: ScanObjects().prepare(key, scan, labels) for key, (scan, labels, _) in scenes.items()}
+    table = SQA3DQuestions(dataset[0])
     rows = dict(table.build({key for key, _, _ in table.items()}, parents))
     assert len(rows) == 72
-    turns = {"to my left": 90, "behind me": 180, "to my right": -90, "in front of me": 0}
-    checked = 0
     for row in rows.values():
-        scene = boxes[str(row["scene_id"])]
-        here, look = row["pose_aligned"][:2], row["facing_aligned"]
-
-        def bearing(label, scene=scene, here=here, look=look):
-            (i,) = np.flatnonzero(scene["label"] == label)
-            to = scene["box_aligned"][i, :2] - here
-            return np.rad2deg(np.arctan2(look[0] * to[1] - look[1] * to[0], look @ to))
-
+        standing = Standing(row, objects[str(row["scene_id"])])
         text = str(row["situation"])  # "I am facing the X, and the Y is to my left."
-        ahead, beside = text.removeprefix("I am facing the ").rstrip(".").split(", and the ")
-        assert abs(bearing(ahead)) < 5
-        label, where = beside.split(" is ")
-        assert abs((bearing(label) - turns[where] + 180) % 360 - 180) < 46
-        question, answer = str(row["question"]), str(row["answer"])
-        if question.startswith("Which direction should I go to reach the "):
-            expected = {"forward": 0, "left": 90, "backward": 180, "right": -90}[answer]
-            label = question.removeprefix("Which direction should I go to reach the ").rstrip("?")
-            assert abs((bearing(label) - expected + 180) % 360 - 180) < 46
-            checked += 1
-        elif question.startswith("How many") and question.endswith("in this room?"):
-            word = question.removeprefix("How many ").removesuffix(" are in this room?")
-            count = ["zero", "one", "two", "three", "four", "five", "six"].index(answer)
-            names = [n for n in scene["label"] if word in (n + "s", n + "es", n[:-1] + "ves")]
-            assert len(names) == count
-            checked += 1
-    assert checked >= 6
+        ahead, beside, where = re.fullmatch(rf"I am facing the (.+), and the (.+) is ({WAY})\.", text).groups()
+        assert abs(standing.bearing(standing.one(ahead))) < 5
+        assert standing.way(standing.one(beside)) == where
+        first, second = json.loads(str(row["alternatives"]))
+        m = re.fullmatch(rf"I am looking at the (.+) with the (.+) ({WAY})\.", first)
+        assert (standing.one(m[1]), standing.way(standing.one(m[2]))) == (standing.one(ahead), m[3])
+        m = re.fullmatch(rf"Standing with the (.+) ({WAY}), I have the (.+) in front of me\.", second)
+        assert (standing.way(standing.one(m[1])), standing.one(m[3])) == (m[2], standing.one(ahead))
+        assert standing.answer(str(row["question"])) == str(row["answer"]), (text, str(row["question"]))
 
 
 def test_questions_are_balanced(dataset):
