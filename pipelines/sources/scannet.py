@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from extractors.errors import InvalidValues, MissingFile, UnsupportedFile
+from extractors.errors import InputError, InvalidValues, MissingFile, UnsupportedFile
 from extractors.inputs import Clip, Labels, ObjectGroup, Scan
 from extractors.safe_pickle import read_pickle
 from pipelines.sources.json_file import read_json
@@ -199,8 +199,10 @@ def read_labels(segments: Path, aggregation: Path, label_table: Path) -> Labels:
             ObjectGroup(int(g["objectId"]), str(g["label"]), np.array(g["segments"], np.int64))
             for g in read_json(aggregation, hint)["segGroups"]
         )
-    except (KeyError, TypeError) as error:
-        raise UnsupportedFile(f"{segments} or {aggregation}: not ScanNet's segs and aggregation: no {error}") from error
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UnsupportedFile(f"{segments} or {aggregation}: not ScanNet's segs and aggregation: {error!r}") from error
     if not label_table.is_file():
         raise MissingFile(f"{label_table}: no such file; put ScanNet's {_TSV} into the root folder")
     return Labels(segment, groups, _read_nyu40(label_table, _version(label_table)))
@@ -219,11 +221,16 @@ def _version(path: Path) -> tuple[int, ...]:
 
 @lru_cache(4)
 def _read_nyu40(path: Path, _version: tuple[int, ...]) -> dict[str, int]:
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t")
-        if not {"raw_category", "nyu40id"} <= set(rows.fieldnames or ()):
-            raise UnsupportedFile(f"{path}: no columns raw_category and nyu40id; it has {rows.fieldnames}")
-        return {row["raw_category"]: int(row["nyu40id"]) for row in rows if row["nyu40id"]}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file, delimiter="\t")
+            if not {"raw_category", "nyu40id"} <= set(rows.fieldnames or ()):
+                raise UnsupportedFile(f"{path}: no columns raw_category and nyu40id; it has {rows.fieldnames}")
+            return {row["raw_category"]: int(row["nyu40id"]) for row in rows if row["nyu40id"]}
+    except InputError:
+        raise
+    except (ValueError, csv.Error) as error:
+        raise UnsupportedFile(f"{path}: not ScanNet's label table: {error}; get it again") from error
 
 
 def _alignments(infos: Path) -> dict[str, np.ndarray]:
@@ -234,17 +241,22 @@ def _alignments(infos: Path) -> dict[str, np.ndarray]:
 def _read_alignments(infos: Path, _version: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Axis alignments of an info pickle of mmdetection3d, of its format before or since 1.1."""
     data = read_pickle(infos)
-    if isinstance(data, dict):
-        entries = [(e["lidar_points"]["lidar_path"], e.get("axis_align_matrix")) for e in data["data_list"]]
-    else:
-        entries = [(e["point_cloud"]["lidar_idx"], (e.get("annos") or {}).get("axis_align_matrix")) for e in data]
-    return {Path(name).stem: _rigid(m, f"{infos}: axis_align_matrix of {name}") for name, m in entries if m is not None}
+    try:
+        if isinstance(data, dict):
+            entries = [(e["lidar_points"]["lidar_path"], e.get("axis_align_matrix")) for e in data["data_list"]]
+        else:
+            entries = [(e["point_cloud"]["lidar_idx"], (e.get("annos") or {}).get("axis_align_matrix")) for e in data]
+        names = [Path(name).stem for name, _ in entries]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UnsupportedFile(f"{infos}: not mmdetection3d's infos of ScanNet: {error!r}") from error
+    where = f"{infos}: axis_align_matrix of"
+    return {key: _rigid(m, f"{where} {key}") for key, (_, m) in zip(names, entries, strict=True) if m is not None}
 
 
 def _rigid(values: Any, where: str) -> np.ndarray:
     try:
         matrix = np.array(values, np.float64).reshape(4, 4)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise InvalidValues(f"{where}: expected 16 numbers: {error}") from error
     if not np.isfinite(matrix).all():
         raise InvalidValues(f"{where}: has values that are not finite")

@@ -182,6 +182,42 @@ def test_shared_files_are_read_again_when_they_change_whatever_their_time(root, 
         assert ScanNet(points).open("scene0000_00", "scan").axis_align[0, 3] == shift
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("scannetv2-labels.combined.tsv", b"raw_category\tnyu40id\nchair\tfive\n"),
+        ("scannetv2-labels.combined.tsv", b"raw_category\tnyu40id\nch\xff\xfeair\t5\n"),
+        ("scans/scene0000_00/scene0000_00_vh_clean_2.0.010000.segs.json", b'{"segIndices": ["seven", 7]}'),
+        ("scans/scene0000_00/scene0000_00.aggregation.json",
+         b'{"segGroups": [{"objectId": "x", "label": "chair", "segments": [7]}]}'),
+        ("scans/scene0000_00/scene0000_00.aggregation.json",
+         b'{"segGroups": [{"objectId": 0, "label": "chair", "segments": [1e99]}]}'),
+    ],
+)  # fmt: skip
+def test_an_annotation_of_other_values_is_named(root, name, content):
+    (root / name).write_bytes(content)
+    with pytest.raises(UnsupportedFile, match=name.rpartition("/")[2].replace(".", r"\.")):
+        ScanNet(root).open("scene0000_00", "labels")
+
+
+@pytest.mark.parametrize(
+    "infos",
+    [
+        {"data_list": [{"lidar_path": "scene0000_00.bin"}]},
+        {"metainfo": {}},
+        [{"annos": {}}],
+        [3],
+        3,
+        [{"point_cloud": {"lidar_idx": 5}}],
+    ],
+)
+def test_an_info_pickle_of_another_dataset_is_named(tmp_path, infos):
+    np.zeros((4, 6), "<f4").tofile(tmp_path / "scene0000_00.bin")
+    (tmp_path / "scannet_infos.pkl").write_bytes(pickle.dumps(infos))
+    with pytest.raises(UnsupportedFile, match=r"scannet_infos\.pkl: not mmdetection3d's infos of ScanNet"):
+        ScanNet(tmp_path).open("scene0000_00", "scan")
+
+
 class Trap:
     ran = False
 
