@@ -98,7 +98,7 @@ class Numbers(Extractor):
                     time.sleep(0.01)
             case ("meet", _, path):  # waits for an extractor with another number of rows
                 Path(f"{path}.{self.rows}").touch()
-                until = time.monotonic() + 60
+                until = time.monotonic() + 200
                 while len(list(Path(path).parent.glob(f"{Path(path).name}.*"))) < 2:
                     if time.monotonic() > until:
                         raise TimeoutError("nobody came")
@@ -191,7 +191,7 @@ class Hosted(Numbers):
     """`numbers` in a helper process; texts `hang` and `leak` ask for what it is there for."""
 
     deadline_s: ClassVar[float | None] = 8.0  # far more than any item takes on a busy machine
-    memory_gb: ClassVar[float | None] = 0.5
+    memory_gb: ClassVar[float | None] = 0.25  # little to fill: new memory can be slow to come by
     recycle_after: ClassVar[int | None] = 5
 
     def one(self, key: str, text: str) -> Record:
@@ -200,7 +200,7 @@ class Hosted(Numbers):
         if text == "leak":
             kept = []
             while True:
-                kept.append(np.ones(32 << 20, np.uint8))
+                kept.append(np.ones(8 << 20, np.uint8))
                 time.sleep(0.01)  # slowly enough to be caught near the cap
         return super().one(key, text)
 
