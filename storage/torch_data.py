@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from storage.collate import Batch, Recycled, Sample, collate_padded, collate_ragged
 from storage.errors import RecordMissing, StateMismatch
 from storage.order import Last, Order
+from storage.reader import StoreMapping
 from storage.recycle import forget
 from storage.schema import Schema
 
@@ -84,7 +85,8 @@ class MapDataset(Dataset[Sample]):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.data!r}: {len(self)} items)"
+        ours = isinstance(self.data, StoreMapping)  # another mapping may show all its content
+        return f"{type(self).__name__}({self.data if ours else type(self.data).__name__}: {len(self)} items)"
 
     def __len__(self) -> int:
         return len(self.keys)

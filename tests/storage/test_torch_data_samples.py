@@ -193,6 +193,11 @@ def test_datasets_and_streams_say_what_they_read(url):
     assert repr(dataset) == f"MapDataset({records!r}: {COUNT} items)"
     stream = Stream(records, 4, seed=3, last="drop", rank=1, world_size=2)
     stream.set_epoch(5)
+
+    class Memory(dict):
+        schema = records.schema
+
+    assert repr(MapDataset(Memory(records))) == f"MapDataset(Memory: {COUNT} items)"
     assert repr(stream) == (
         f"Stream({dataset!r}, batch_size=4, seed=3, shuffle=True, last='drop', rank=1, world_size=2, "
         "num_workers=0, epoch=5)"
