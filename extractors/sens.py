@@ -163,10 +163,13 @@ class SensReader:
         at = int(self._offsets[self._at(frame)] + self._sizes[frame, 0])
         blob = self._read(at, int(self._sizes[frame, 1]), f"depth of frame {frame}")
         if codec == "zlib":
+            stream = zlib.decompressobj()
             try:  # one byte more than expected: a larger image shows, and a bomb does not unfold
-                blob = zlib.decompressobj().decompress(blob, expected + 1)
+                blob = stream.decompress(blob, expected + 1)
             except zlib.error as error:
                 raise DecodeError(f"{self.path}: depth of frame {frame} at byte {at}: {error}") from error
+            if len(blob) == expected and not stream.eof:
+                raise DecodeError(f"{self.path}: depth of frame {frame} at byte {at} ends within its checksum")
         if len(blob) != expected:
             raise DecodeError(
                 f"{self.path}: depth of frame {frame} at byte {at} has {len(blob)} bytes, "

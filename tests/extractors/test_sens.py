@@ -165,6 +165,19 @@ def test_a_depth_image_of_another_size_is_refused(tmp_path):
         reader.depth(0)
 
 
+def test_a_depth_image_without_its_checksum_is_refused(tmp_path):
+    write_sens(tmp_path / "a.sens", HEADER, make_frames(1))
+    with SensReader(tmp_path / "a.sens") as reader:
+        head, size = int(reader._offsets[0]) - 16, int(reader._sizes[0].sum())
+    data = bytearray((tmp_path / "a.sens").read_bytes())
+    (depth,) = struct.unpack_from("<Q", data, head + 8)
+    struct.pack_into("<Q", data, head + 8, depth - 2)
+    del data[head + 16 + size - 2 : head + 16 + size]
+    (tmp_path / "a.sens").write_bytes(data)
+    with SensReader(tmp_path / "a.sens") as reader, pytest.raises(DecodeError, match="ends within its checksum"):
+        reader.depth(0)
+
+
 def test_a_frame_out_of_range_is_an_index_error(path):
     with SensReader(path) as reader:
         for frame in (-1, FRAMES):
