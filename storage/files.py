@@ -63,7 +63,7 @@ class Folder:
     """A store's files by their name relative to it (`votenet/3f2a.parquet`).
 
     Attributes:
-        url: as given, without a trailing slash.
+        url: as given, without a trailing slash; of a folder its whole path, `~` the home folder.
         local: the folder as a path, None under a URL such as s3:// or gs://.
 
     Raises:
@@ -72,7 +72,7 @@ class Folder:
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:
-        self.url = os.fspath(url).removeprefix("file://").rstrip("/") or "/"
+        self.url = os.path.expanduser(os.fspath(url).removeprefix("file://")).rstrip("/") or "/"
         self.local: Path | None = None if "://" in self.url else Path(self.url).absolute()
         self.url = str(self.local or self.url)
         if self.local is not None and (odd := _ODD_PATH.search(self.url)):

@@ -217,6 +217,13 @@ def test_a_folder_without_a_store_is_an_error_and_stays_as_it_is(tmp_path: Path)
         storage.open()
 
 
+def test_a_tilde_is_the_home_folder(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(store.parent))
+    for url in (f"~/{store.name}", Path("~") / store.name):
+        assert storage.open(url).url == str(store)
+        assert Manifest(url).folder.local == store
+
+
 def test_a_cache_stays_at_its_snapshot_until_refreshed(store: Path) -> None:
     cache = storage.open(store)
     snapshot, records = cache.snapshot, by_index(cache["objects"])
