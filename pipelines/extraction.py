@@ -59,11 +59,12 @@ def failure(error: BaseException) -> Failure:
 
 
 def _as_error(error: BaseException) -> Exception:
-    """What is no Exception (`sys.exit`, a panic in Rust code) as an error like any other: it must not end the run."""
+    """What is no Exception (`sys.exit`, a panic in Rust code) as an error like any other: it must not end the run.
+
+    A KeyboardInterrupt is no user's: a run handles SIGINT itself. In a Ray worker it would take all of Ray with it.
+    """
     if isinstance(error, Exception):
         return error
-    if isinstance(error, KeyboardInterrupt):
-        raise error
     text = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
     return RuntimeError(text).with_traceback(error.__traceback__)
 

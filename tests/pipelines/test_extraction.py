@@ -44,6 +44,8 @@ class Fills(Extractor):
             match text:
                 case "panic":
                     raise Panic("index out of bounds")
+                case "interrupt":
+                    raise KeyboardInterrupt
                 case "mute":
                     raise Mute
                 case "no text":
@@ -85,9 +87,11 @@ def test_a_small_view_does_not_keep_a_large_array() -> None:
 
 @pytest.mark.parametrize("hosted", [False, True])
 def test_whatever_is_raised_or_given_is_the_failure_of_one_item(hosted: bool) -> None:
-    panic, mute, no_text, foreign, good = run(["panic", "mute", "no text", "foreign", "5"], hosted)
+    texts = ["panic", "interrupt", "mute", "no text", "foreign", "5"]
+    panic, interrupt, mute, no_text, foreign, good = run(texts, hosted)
     assert panic.error_class == "RuntimeError"
     assert panic.text.startswith("Panic: index out of bounds")
+    assert interrupt.text.startswith("KeyboardInterrupt")
     assert mute.error_class == "Mute"
     assert isinstance(no_text, Failure)
     assert no_text.text.encode().startswith(b"scan\\udcff.ply: odd")
