@@ -88,6 +88,7 @@ def test_the_shard_is_safe_on_disk_before_the_manifest_names_it(
         ("rename", "manifest/stage=objects/NAME.parquet"),
         ("fsync", "manifest/stage=objects"),
         ("commit", "manifest"),
+        ("fsync", "manifest/_delta_log/00000000000000000001.json"),  # another process may have left it unsynced
         ("fsync", "manifest/_delta_log/00000000000000000002.json"),
         ("fsync", "manifest/_delta_log"),
     ]
@@ -103,7 +104,7 @@ def test_a_killed_writer_shows_nothing_and_a_second_run_makes_up_for_it(tmp_path
     cache = storage.open(tmp_path)
     assert list(cache["objects"]) == ["a"]
     report = verify(tmp_path, deep=True)
-    assert (report.faults, len(report.orphans)) == ((), 1)
+    assert (report.faults, len(report.orphans)) == ((), instant == "killed_before_commit")
     assert len(temporary_files(tmp_path)) == (instant == "killed_before_rename")
 
     rows = fill(tmp_path, {"b": objects(3, seed=1)})
@@ -113,8 +114,9 @@ def test_a_killed_writer_shows_nothing_and_a_second_run_makes_up_for_it(tmp_path
         assert rows["b"].shard in report.orphans
         assert verify(tmp_path).orphans == {}
     else:
-        os.utime(temporary_files(tmp_path)[0], (0, 0))
-        assert list(gc(tmp_path).removed) == list(report.orphans)
+        (left,) = temporary_files(tmp_path)
+        os.utime(left, (0, 0))
+        assert list(gc(tmp_path).removed) == [str(left.relative_to(tmp_path))]
         assert temporary_files(tmp_path) == []
 
 
