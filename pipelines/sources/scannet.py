@@ -260,4 +260,7 @@ def _rigid(values: Any, where: str) -> np.ndarray:
         raise InvalidValues(f"{where}: expected 16 numbers: {error}") from error
     if not np.isfinite(matrix).all():
         raise InvalidValues(f"{where}: has values that are not finite")
+    rotation = matrix[:3, :3]
+    if np.abs(rotation @ rotation.T - np.eye(3)).max() > 0.01 or np.abs(matrix[3] - (0, 0, 0, 1)).max() > 0.01:
+        raise InvalidValues(f"{where}: is no rotation and shift: {matrix.round(3).tolist()}")
     return matrix

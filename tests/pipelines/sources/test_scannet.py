@@ -112,9 +112,9 @@ def test_a_damaged_annotation_is_named(root, name, text, error):
         ScanNet(root).open("scene0000_00", "labels")
 
 
-@pytest.mark.parametrize("text", ["axisAlignment = 1 0 0\n", "axisAlignment = " + "nan " * 16 + "\n"])
-def test_a_damaged_alignment_is_named(tmp_path, text):
-    (tmp_path / "s.txt").write_text(text)
+@pytest.mark.parametrize("numbers", ["1 0 0", "nan " * 16, "0 " * 16, "2 0 0 0 0 2 0 0 0 0 2 0 0 0 0 1"])
+def test_a_damaged_alignment_is_named(tmp_path, numbers):
+    (tmp_path / "s.txt").write_text(f"axisAlignment = {numbers}\n")
     with pytest.raises(InvalidValues, match=r"s\.txt: axisAlignment"):
         read_axis_alignment(tmp_path / "s.txt")
 
