@@ -22,7 +22,7 @@ from storage.errors import CacheError, StoreNotFound, StoreUnwritable
 _FLOW_S = 0.02  # between two fsyncs of a file that grows
 TEMPORARY = ".tmp-"
 _TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + r"\d+-[0-9a-f]{16}")
-_ODD_PATH = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f]")  # deltalake takes these for other characters, or none
+_ODD_PATH = re.compile(r"%[0-9A-Fa-f]{2}|[\\\x00-\x1f\x7f\ud800-\udfff]")  # deltalake misreads or refuses these
 RESERVED = {"manifest", "recipes", "locks", "runs"}
 
 
@@ -68,7 +68,7 @@ class Folder:
 
     Raises:
         StoreNotFound: a URL that fsspec can't open: no such protocol, or its package is not installed. Or a path with
-            an escape such as %20, a backslash or a control character.
+            an escape such as %20, a backslash, a control character or bytes that are no UTF-8.
     """
 
     def __init__(self, url: str | os.PathLike[str]) -> None:

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from storage import lock
 from storage.delta_log import EMPTY
-from storage.errors import CacheError, CorruptShard, StoreNotFound
+from storage.errors import CacheError, CorruptShard, StoreNotFound, StoreUnwritable
 from storage.files import RESERVED, FileInfo, Folder
 from storage.fingerprint import SIZE, record_digest
 from storage.manifest import ROW_COLUMNS, Manifest, Row
@@ -209,7 +209,12 @@ def _mark(manifest: Manifest, faults: Sequence[tuple[Row, str]]) -> int:
             for row, problem in faults
             if row.stage == stage and (row.item, row.shard, row.first_row, row.status) in now
         ]
-    manifest.commit(rows)
+    try:
+        manifest.commit(rows)
+    except StoreUnwritable as error:
+        raise StoreUnwritable(
+            f"{len(rows)} damaged records can't be marked: {error}. `verify --no-mark` lists them"
+        ) from error
     return len(rows)
 
 

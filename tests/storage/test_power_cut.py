@@ -82,7 +82,7 @@ def test_an_older_entry_is_never_taken_for_one_that_was_cut_off(store: Path) -> 
     assert {path: path.read_bytes() for path in (store / "manifest").rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["per%20cent", "back\\slash", "new\nline"])
+@pytest.mark.parametrize("name", ["per%20cent", "back\\slash", "new\nline", "latin\udce9"])
 def test_a_path_that_deltalake_would_take_for_another_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StoreNotFound, match="the path of a store can't hold"):
         Manifest(tmp_path / name)

@@ -173,6 +173,20 @@ def test_without_mark_nothing_changes(store: Path) -> None:
     assert (len(report.faults), report.marked, Manifest(store).snapshot) == (1, 0, snapshot)
 
 
+def test_where_marks_cannot_be_written_it_is_said_how_to_see_the_damage(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard(store, "d").unlink()
+
+    def refuse(*_: object) -> None:
+        raise StoreUnwritable("can't write: read-only")
+
+    monkeypatch.setattr(Manifest, "commit", refuse)
+    with pytest.raises(StoreUnwritable, match="1 damaged records can't be marked: can't write: read-only.*--no-mark"):
+        verify(store)
+    assert [fault.item for fault in verify(store, mark=False).faults] == ["d"]
+
+
 def test_a_record_that_was_made_again_meanwhile_is_not_marked(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard(store, "d").unlink()
     mark = storage.verify._mark
