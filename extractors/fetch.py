@@ -39,7 +39,7 @@ def fetched(url: str) -> Path:
             if left := getattr(remote, "length", None):
                 raise OSError(f"the transfer ended {left} bytes too early")
         os.replace(part, path)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # packages that open URLs raise what they like
         hint = "" if isinstance(error, OSError) else ", or install what opens such URLs"
         raise WeightsError(f"{url} can't be fetched ({error}): download the file and give its path{hint}") from error
     finally:

@@ -110,7 +110,7 @@ def _weights(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     weights = Weights(value)
-    return weights if weights.seed is not None else Weights(str(_absolute(value)))
+    return weights if weights.seed is not None or "://" in value else Weights(str(_absolute(value)))
 
 
 def _absolute(text: str) -> Path:

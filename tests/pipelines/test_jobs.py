@@ -248,6 +248,23 @@ def test_a_kind_of_input_that_an_extractor_does_not_take_is_refused(
         read_job(write(f"source: {{type: scannet, root: scans}}\nstages:\n  {stage}\n")).build()
 
 
+@pytest.mark.parametrize("how", ["override", "file"])
+def test_weights_at_a_url_are_those_of_their_copy(
+    how: str, tmp_path: Path, write: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "net.pth").write_bytes(b"weights")
+    url = (tmp_path / "net.pth").as_uri()
+    if how == "override":
+        weights = network(f"network.weights={url}").weights
+    else:
+        text = "source: {type: folder, root: scans}\nstages: {votenet: {weights: '" + url + "'}}"
+        weights = read_job(write(text)).build().stages[0].extractor.weights  # type: ignore[attr-defined]
+    assert weights.source == url
+    assert weights.path.read_bytes() == b"weights"
+    assert weights.path.is_relative_to(tmp_path / "cache")
+
+
 def test_unset_weights_are_asked_for() -> None:
     with pytest.raises(JobError, match=r"network.weights is not set: give a checkpoint file, or untrained:0"):
         SPEC.build()
