@@ -23,6 +23,7 @@ pytest.importorskip("s3fs", reason="s3fs is not installed")
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     import boto3
+    import s3fs
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -35,6 +36,7 @@ def bucket() -> Iterator[str]:
             "AWS_DEFAULT_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
         }.items():  # fmt: skip
             environment.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()  # those of another server
         boto3.client("s3").create_bucket(Bucket="features")
         yield "s3://features"
     server.stop()
