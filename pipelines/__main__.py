@@ -20,10 +20,8 @@ import typer
 
 app = typer.Typer(
     name="scenecache",
-    help="Turn raw embodied and driving datasets into cached, object-centric features.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -47,6 +45,23 @@ Force = Annotated[list[str] | None, typer.Option("--force", metavar="STAGE", hel
 Only = Annotated[list[str] | None, typer.Option("--stage", metavar="NAME", help="Only this stage and what feeds it.")]
 Items = Annotated[list[str] | None, typer.Option("--item", metavar="KEY", help="Only this item.")]
 StageName = Annotated[str, typer.Argument(metavar="STAGE")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"scenecache {version('scenecache')}")
+        raise typer.Exit
+
+
+@app.callback()
+def scenecache(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Turn raw embodied and driving datasets into cached, object-centric features."""
 
 
 @app.command()
@@ -282,9 +297,9 @@ def _exit_code(error: Exception) -> int:
     """2 for what was asked for wrongly, 1 for what this machine can't do, 0 for a fault of ours."""
     from extractors.errors import InputError, MissingPackage, WeightsError
     from pipelines.errors import JobError
-    from storage.errors import CorruptShard, RecordMissing, StoreNotFound, StoreUnwritable
+    from storage.errors import CorruptShard, RecordMissing, SchemaError, StoreNotFound, StoreUnwritable
 
-    if isinstance(error, JobError | InputError | WeightsError | StoreNotFound | RecordMissing):
+    if isinstance(error, JobError | InputError | WeightsError | StoreNotFound | RecordMissing | SchemaError):
         return 2
     if isinstance(error, MissingPackage | StoreUnwritable | CorruptShard):
         return 1

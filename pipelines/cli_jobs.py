@@ -7,7 +7,7 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,9 @@ def show_missing(
     for key, paths in found.items():
         for path in paths:
             print(f"{key}: {path}")
-    print(f"{sum(map(len, found.values())):,} missing files of {len(found):,} items", file=sys.stderr)
+    looked_at = len(items or job.source.keys()) if job.source else 0
+    count = sum(map(len, found.values()))
+    print(f"{looked_at:,} items looked at: {count:,} files of {len(found):,} of them are missing", file=sys.stderr)
 
 
 def _kinds(job: Job) -> list[str]:
@@ -177,7 +179,16 @@ def make_data(layout: str, out: Path, seed: int, **settings: float | None) -> No
     for name in given.keys() - inspect.signature(make).parameters.keys():
         raise JobError(f"layout {layout} has no --{name.replace('_', '-')}; leave it out")
     check_folder(out)
-    print(f"{out}: {make(out, seed=seed, **given)}")
+    print(f"{out}: {_counts(make(out, seed=seed, **given))}")
+
+
+def _counts(counts: Mapping[str, Any]) -> str:
+    """`3 scenes, 240 questions (80 train, 160 val)`."""
+    parts = []
+    for what, count in counts.items():
+        within = isinstance(count, Mapping)
+        parts.append(f"{sum(count.values()):,} {what} ({_counts(count)})" if within else f"{count:,} {what}")
+    return ", ".join(parts)
 
 
 def check_folder(out: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,17 @@ def test_help_names_every_verb_and_loads_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-m", "pipelines", "--help"], capture_output=True, text=True, check=True)
     for verb in ["demo", "plan", "run", "status", "failures", "show", "verify", "gc", "export", "make-data", "doctor"]:
         assert verb in done.stdout
+
+
+def test_the_version_is_that_of_the_package(call: Call) -> None:
+    assert call("--version")[:2] == (0, f"scenecache {version('scenecache')}\n")
+
+
+def test_made_up_data_is_told_by_its_counts(call: Call, folder: Path) -> None:
+    code, out, _ = call("make-data", "nuscenes", "drive", "--scenes", "1", "--key-frames", "2", "--image-scale", "0.02")
+    assert code == 0
+    samples = len(json.loads(next(Path("drive").glob("v1.0-*/sample.json")).read_text()))
+    assert re.match(rf"drive: 1 scenes, [\d,]+ points, .* {samples} key frames, 12 images, ", out)
 
 
 def test_a_run_prints_its_plan_and_ends_with_3_for_a_failure(call: Call) -> None:

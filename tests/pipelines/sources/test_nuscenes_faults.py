@@ -51,7 +51,7 @@ def test_a_plan_lists_missing_files_of_the_kinds_that_the_job_takes(
     image.unlink()
     assert front.json("plan", job, "--missing") == {KEY: [str(sweep)]}
     code, out, err = front("plan", job, "--missing", "--item", KEY)
-    assert (code, out, err) == (0, f"{KEY}: {sweep}\n", "1 missing files of 1 items\n")
+    assert (code, out, err) == (0, f"{KEY}: {sweep}\n", "1 items looked at: 1 files of 1 of them are missing\n")
 
 
 def test_missing_sweeps_are_skipped_and_counted_or_refused(own_drive: Path) -> None:
