@@ -24,7 +24,7 @@ from deltalake import CommitProperties, DeltaTable
 from deltalake.exceptions import DeltaError, TableNotFoundError
 from deltalake.transaction import AddAction, RemoveAction
 
-from storage.errors import StoreNotFound
+from storage.errors import StoreNotFound, of_this_machine
 from storage.files import plain
 
 EMPTY = -1  # snapshot of a store that has no manifest yet
@@ -119,7 +119,8 @@ def _mend(url: str) -> bool:
     """Drop what a power cut left unreadable of the log, and say whether there was any.
 
     A checkpoint only repeats the entries before it, which are all kept. An entry that never was whole on the disk is
-    the newest, and stands for a commit that did not happen: it becomes an empty one.
+    the newest, and stands for a commit that did not happen: it becomes an empty one. Damage of other kinds, such as
+    flipped bits, stays as it is, for people to see.
     """
     log = Path(url, "_delta_log")
     if "://" in url or not log.is_dir():
@@ -136,7 +137,7 @@ def _mend(url: str) -> bool:
             hint.unlink()
             mended = True
         entries = sorted(log.glob("*.json"))
-        if entries and not _is_json(entries[-1]):
+        if entries and entries[-1].stat().st_size and _is_unfinished(entries[-1]):
             os.truncate(entries[-1], 0)
             mended = True
         if len(entries) == 1 and not entries[0].stat().st_size:
@@ -156,16 +157,15 @@ def _version_in(hint: Path) -> str:
 def _is_parquet(path: Path) -> bool:
     try:
         pq.read_table(path)
-    except (pa.ArrowException, OSError):
-        return False
+    except (pa.ArrowException, OSError) as error:
+        return of_this_machine(error)  # then nothing is known of the file
     return True
 
 
-def _is_json(path: Path) -> bool:
-    try:
-        return all(isinstance(json.loads(line), dict) for line in path.read_bytes().splitlines())
-    except ValueError:
-        return False
+def _is_unfinished(entry: Path) -> bool:
+    """Whether an entry ends before its last line does, or with blocks that never reached the disk (zeros)."""
+    text = entry.read_bytes().rstrip(b"\n")
+    return not text.endswith(b"}") or b"\0" in text
 
 
 def _look_elsewhere(url: str, version: int | None) -> Snapshot:

@@ -74,8 +74,12 @@ def test_a_checkpoint_that_was_cut_off_is_done_without(store: Path, left: Callab
     check(store, {"a", "bb", "ccc"})
 
 
-def test_an_older_entry_is_never_taken_for_one_that_was_cut_off(store: Path) -> None:
-    entries(store)[1].write_bytes(b"{")
+@pytest.mark.parametrize(("place", "change"), [(1, lambda data: b"{"), (-1, lambda data: data.replace(b'"', b"'", 3))])
+def test_an_older_entry_or_one_with_flipped_bits_is_never_taken_for_one_that_was_cut_off(
+    store: Path, place: int, change: Callable[[bytes], bytes]
+) -> None:
+    entry = entries(store)[place]
+    entry.write_bytes(change(entry.read_bytes()))
     before = {path: path.read_bytes() for path in (store / "manifest").rglob("*") if path.is_file()}
     with pytest.raises(StoreNotFound, match="can't open the newest snapshot"):
         Manifest(store)
