@@ -16,9 +16,10 @@ from storage.errors import (
     StoreNotFound,
     StoreUnwritable,
 )
+from storage.join import Join
 from storage.lookup import Lookup
 from storage.manifest import Manifest, Row
-from storage.reader import Cache, Join, Records, open, read_record
+from storage.reader import Cache, Records, open, read_record
 from storage.schema import Column, Record, Schema
 from storage.writer import ShardWriter
 

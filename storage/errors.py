@@ -12,7 +12,10 @@
 Each also derives from the built-in error that a caller would expect.
 """
 
+import difflib
 import errno
+from collections.abc import Sequence
+from typing import Any
 
 
 class CacheError(Exception):
@@ -55,3 +58,13 @@ def of_this_machine(error: Exception) -> bool:
     return isinstance(error, PermissionError | TimeoutError | ConnectionError) or (
         isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
     )
+
+
+def near(name: Any, known: Sequence[str]) -> str:
+    """`; did you mean ...?` with names like the one given."""
+    if len(known) > 5000:  # comparing with all would take seconds
+        known = [k for k in known if k[:4] == str(name)[:4]][:5000] or known[:5000]
+    close = difflib.get_close_matches(str(name), known, n=3)
+    if close:
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    return f"; there are {len(known)}, such as {', '.join(map(repr, known[:3]))}" if known else ""

@@ -8,7 +8,8 @@ from typing import Literal
 import numpy as np
 
 from storage.errors import RecordMissing, SchemaError
-from storage.reader import Records, StoreMapping
+from storage.join import StoreMapping
+from storage.reader import Records
 from storage.schema import Record
 
 

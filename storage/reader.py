@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import threading
@@ -13,7 +12,7 @@ from array import array
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -22,16 +21,14 @@ import pyarrow.compute as pc
 from storage import lock as lock_file
 from storage.columns import Shard
 from storage.delta_log import EMPTY
-from storage.errors import CorruptShard, RecordMissing, SchemaError, StageMissing, StoreNotFound, StoreUnwritable
+from storage.errors import CorruptShard, RecordMissing, SchemaError, StageMissing, StoreNotFound, StoreUnwritable, near
 from storage.files import Folder
+from storage.join import Join, StoreMapping
 from storage.manifest import Manifest, Row
 from storage.schema import Record, Schema
 from storage.shards import open_shard
 
 _SINGLE_LOOKUPS = 8  # keys looked up one by one in the manifest before a stage's index is read whole
-_COMPLETED = 10_000  # keys that the tab key offers, at most: a shell compares them one by one
-
-_Value = TypeVar("_Value", covariant=True)
 
 
 def open(
@@ -64,16 +61,6 @@ def open(
             f"{cache.manifest.id}"
         )
     return cache
-
-
-class StoreMapping(Mapping[str, _Value]):
-    """A mapping whose values lie in a store. It equals itself alone: comparing values would read them all."""
-
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self) if len(self) <= _COMPLETED else []
 
 
 class Cache(StoreMapping["Records"]):
@@ -118,7 +105,7 @@ class Cache(StoreMapping["Records"]):
     def __getitem__(self, stage: str) -> Records:
         if stage not in self._records:
             if stage not in self.stages:
-                raise StageMissing(f"{self.url} has no stage {stage!r}{_near(stage, self.stages)}")
+                raise StageMissing(f"{self.url} has no stage {stage!r}{near(stage, self.stages)}")
             self._records[stage] = Records(_Stage(self.manifest, stage))
         return self._records[stage]
 
@@ -241,7 +228,7 @@ class _Stage:
             self._found[key] = self.manifest.find(self.name, key) if isinstance(key, str) else None
         row = self._found[key]
         if row is None:
-            raise RecordMissing(f"{self.name} has no record for {key!r}{_near(key, list(self.index.position))}")
+            raise RecordMissing(f"{self.name} has no record for {key!r}{near(key, list(self.index.position))}")
         return row
 
     def readable(self, key: str) -> Row:
@@ -324,7 +311,7 @@ class Records(StoreMapping[Record]):
             if not isinstance(unknown[0], str):
                 raise TypeError(f"select() takes names one by one, select('{known[0]}', ...), not {unknown[0]!r:.60}")
             raise StoreNotFound(
-                f"{self.stage} has no column {unknown[0]!r}{_near(unknown[0], known)}; it has {', '.join(known)}"
+                f"{self.stage} has no column {unknown[0]!r}{near(unknown[0], known)}; it has {', '.join(known)}"
             )
         return Records(self._stage, columns)
 
@@ -428,63 +415,6 @@ class _Single:
         return values.reshape(values.shape[1:])
 
 
-class Join(StoreMapping[dict[str, Record | None]]):
-    """Several stages' records by key: `join[key]["votenet"]["feature"]`."""
-
-    def __init__(self, records: Sequence[Records], missing: str = "drop") -> None:
-        if missing not in ("drop", "raise", "mask"):
-            raise ValueError(f"missing={missing!r}: use 'drop', 'raise' or 'mask'")
-        for r in records:
-            if not hasattr(r, "stage"):
-                raise TypeError(f"a join is of the records of stages, such as cache['votenet'], not of {r!r:.80}")
-        if len({r.stage for r in records}) != len(records) or not records:
-            raise ValueError(f"join needs different stages, got {[r.stage for r in records]}")
-        self._records, self.missing = tuple(records), missing
-        everywhere = set(records[0]).intersection(*records[1:])
-        anywhere = set(records[0]).union(*records[1:])
-        if missing == "raise" and everywhere != anywhere:
-            gaps = [f"{r.stage} lacks {len(gap)}, {min(gap)!r} for one" for r in records if (gap := anywhere - set(r))]
-            raise RecordMissing(
-                f"{len(anywhere - everywhere)} of {len(anywhere)} keys are not in all stages: {'; '.join(gaps)}"
-            )
-        self._keys = dict.fromkeys(sorted(anywhere if missing == "mask" else everywhere))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Join, (self._records, self.missing)
-
-    def __repr__(self) -> str:
-        return f"Join({', '.join(map(repr, self.stages))}, missing={self.missing!r}: {len(self)} keys)"
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        return tuple(r.stage for r in self._records)
-
-    @property
-    def records(self) -> tuple[Records, ...]:
-        """What is joined, in order."""
-        return self._records
-
-    def shards(self, keys: Sequence[str]) -> np.ndarray:
-        """(key,) number of the shard that holds the first stage's record, -1 where it has none."""
-        return self._records[0].shards(keys)
-
-    def __getitem__(self, key: str) -> dict[str, Record | None]:
-        if key not in self._keys:
-            raise RecordMissing(
-                f"no record for {key!r} in the join of {', '.join(self.stages)}{_near(key, list(self._keys))}"
-            )
-        return {r.stage: r[key] if self.missing != "mask" or key in r else None for r in self._records}
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
 def read_record(
     url: str | os.PathLike[str] | Folder, row: Row, schema: Schema | None = None, columns: Sequence[str] | None = None
 ) -> Record:
@@ -516,13 +446,3 @@ def _check_columns(shard: Shard, names: Sequence[str], path: str) -> None:
             f"{path}, of an older recipe, has no column {', '.join(map(repr, lacking))}: it has "
             f"{', '.join(shard.columns)}. select() those, or run the job for its items again"
         )
-
-
-def _near(name: Any, known: Sequence[str]) -> str:
-    """`; did you mean ...?` with names like the one given."""
-    if len(known) > 5000:  # comparing with all would take seconds
-        known = [k for k in known if k[:4] == str(name)[:4]][:5000] or known[:5000]
-    close = difflib.get_close_matches(str(name), known, n=3)
-    if close:
-        return f"; did you mean {' or '.join(map(repr, close))}?"
-    return f"; there are {len(known)}, such as {', '.join(map(repr, known[:3]))}" if known else ""

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from storage.collate import Batch, Recycled, Sample, collate_padded, collate_ragged
 from storage.errors import RecordMissing, StateMismatch
+from storage.join import StoreMapping
 from storage.order import Last, Order
-from storage.reader import StoreMapping
 from storage.recycle import forget
 from storage.schema import Schema
 

@@ -488,7 +488,7 @@ def test_the_tab_key_offers_stages_and_keys(store: Path, monkeypatch: pytest.Mon
     cache = storage.open(store)
     assert cache._ipython_key_completions_() == ["caption", "objects"]
     assert cache["objects"]._ipython_key_completions_() == [f"scene{i:04}" for i in range(20)]
-    monkeypatch.setattr(storage.reader, "_COMPLETED", 19)  # a shell would look at a million for a while
+    monkeypatch.setattr(storage.join, "_COMPLETED", 19)  # a shell would look at a million for a while
     assert cache["objects"]._ipython_key_completions_() == []
 
 
