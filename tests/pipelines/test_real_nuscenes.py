@@ -75,6 +75,7 @@ def test_all_detectors_run_on_the_real_key_frame(
     assert all(line["action"] == "reuse" for stage in plan["stages"] for line in stage["lines"])
 
 
+@pytest.mark.slow
 def test_a_changed_weight_file_runs_its_detector_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
