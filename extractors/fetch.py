@@ -1,4 +1,4 @@
-"""Files named by URL: fetched once, then the local copy is used."""
+"""Files named by URL: fetched once into the user's cache folder, then the local copy is used."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from typing import IO, Any, cast
 from extractors.errors import WeightsError
 
 
+def cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/scenecache`, or `~/.cache/scenecache`: what is there can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "scenecache"
+
+
 def fetched(url: str) -> Path:
     """Local copy of a file; a later call gives the same one without looking at the URL again.
 
-    Copies are in `$XDG_CACHE_HOME/scenecache/weights` (`~/.cache`): remove one to have it fetched anew.
+    Copies are in `weights` of the cache folder: remove one to have it fetched anew.
 
     Args:
         url: http, https or file, or what fsspec and its packages open (s3, gs ...).
@@ -25,7 +30,7 @@ def fetched(url: str) -> Path:
     Raises:
         WeightsError: it can't be fetched whole.
     """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "scenecache" / "weights"
+    folder = cache_folder() / "weights"
     name = re.sub(r"[^\w.-]", "_", url.partition("?")[0].rpartition("/")[2])[-100:]
     path = folder / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}-{name}"
     if path.is_file():

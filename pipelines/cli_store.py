@@ -68,7 +68,7 @@ def _stage_status(cache: storage.Cache, name: str) -> dict[str, Any]:
     table = cache.manifest.latest(name, ["status", "rows", "bytes", "seconds", "recipe"])
     counts = {group["values"]: group["counts"] for group in pc.value_counts(table["status"]).to_pylist()}
     made = table.filter(pc.is_in(table["status"], value_set=pa.array(["ok", "empty"])))
-    recipes = {id: _recipe(cache, id) for id in pc.unique(made["recipe"]).to_pylist()}
+    recipes = {id: cache.manifest.find_recipe(id) for id in pc.unique(made["recipe"]).to_pylist()}
     weights = {weight for recipe in recipes.values() if recipe for weight in recipe.get("weights", {}).values()}
     return {
         "stage": name,
@@ -80,14 +80,6 @@ def _stage_status(cache: storage.Cache, name: str) -> dict[str, Any]:
         "recipes_lost": [id for id, recipe in recipes.items() if recipe is None],
         "untrained": sorted(weight for weight in weights if weight.startswith("untrained:")),
     }
-
-
-def _recipe(cache: storage.Cache, id: str) -> dict[str, Any] | None:
-    """The recipe of an id; None where its file is gone or damaged, which costs no record."""
-    try:
-        return cache.manifest.recipe(id)
-    except storage.StoreNotFound:
-        return None
 
 
 def failures(url: str | None, stages: Sequence[str] | None, as_json: bool) -> None:
@@ -126,7 +118,7 @@ def show(url: str | None, stage: str, item: str, as_json: bool) -> None:
     cache = open_store(url)
     records = cache[stage]
     row = records.row(item)
-    recipe = _recipe(cache, row.recipe)
+    recipe = cache.manifest.find_recipe(row.recipe)
     about = {
         "stage": stage, "item": item, "status": row.status, "shard": row.shard, "first_row": row.first_row,
         "rows": row.rows, "bytes": row.bytes, "seconds": row.seconds, "attempts": row.attempts, "run": row.run,

@@ -23,13 +23,14 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from extractors.fetch import cache_folder
 from pipelines.errors import JobError
 from pipelines.stage import Source
 from storage.files import check_item
 
 Progress = Callable[[int, int, int, int], None]  # files read, files to read, bytes read, bytes to read
 
-_SETTLED_NS = 2_000_000_000  # a file changed again within the clock's grain would keep its modification time
+SETTLED_NS = 2_000_000_000  # a file changed again within the clock's grain would keep its modification time
 _BATCH = 1000  # files hashed between two writes to the cache
 
 
@@ -141,11 +142,6 @@ def digest_file(path: Path) -> bytes:
         return StatCache().digest([os.path.abspath(path)])[os.path.abspath(path)]
 
 
-def default_cache() -> Path:
-    """`$XDG_CACHE_HOME/scenecache/files.sqlite`, or the same under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scenecache" / "files.sqlite"
-
-
 class StatCache:
     """Digests of files by path, size, modification time and inode.
 
@@ -153,7 +149,7 @@ class StatCache:
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or default_cache()
+        self.path = path or cache_folder() / "files.sqlite"
 
     def digest(self, paths: Sequence[str], progress: Progress | None = None) -> dict[str, bytes]:
         """Digest files and folders.
@@ -281,7 +277,7 @@ def _hash_file(path: str) -> tuple[bytes, _Stat | None]:
     except OSError as error:
         return _absent(f"unreadable: {error.strerror}"), None
     found = _Stat(after.st_size, after.st_mtime_ns, after.st_ino)
-    settled = time.time_ns() - after.st_mtime_ns > _SETTLED_NS and (before.st_size, before.st_mtime_ns) == found[:2]
+    settled = time.time_ns() - after.st_mtime_ns > SETTLED_NS and (before.st_size, before.st_mtime_ns) == found[:2]
     return digest, found if settled else None
 
 

@@ -41,7 +41,6 @@ from pipelines.stage_plan import (
     StagePlan,
     recipe_of,
 )
-from storage.errors import StoreNotFound
 from storage.files import Folder
 from storage.fingerprint import fingerprints, recipe_id
 
@@ -53,7 +52,7 @@ class History(Protocol):
 
     def latest(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table: ...
     def rows(self, stage: str, columns: Iterable[str] | None = None, encoded: bool = False) -> pa.Table: ...
-    def recipe(self, id: str) -> dict[str, Any]: ...
+    def find_recipe(self, id: str) -> dict[str, Any] | None: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def judge(stage: Stage | Table, work: Work, manifest: History, options: Options)
     now[known] = fingerprints(rid, work.parts[known])
 
     # The newest row of every item, and where the recipe was used before, older ones that may stand again.
-    saved = _saved(manifest, rid)
+    saved = manifest.find_recipe(rid) is not None  # recipes are saved before the rows that name them
     rows = _arrange((manifest.rows if saved else manifest.latest)(stage.name, READ, encoded=True))
     newest, item_of = match(work.items, rows["item"])
     has = newest >= 0
@@ -195,15 +194,6 @@ def _past(
     return index[order], at[order]
 
 
-def _saved(manifest: History, rid: str) -> bool:
-    """The store has this recipe, so some row may name it: recipes are saved before the rows that do."""
-    try:
-        manifest.recipe(rid)
-    except StoreNotFound:
-        return False
-    return True
-
-
 def _faults(rows: pa.Table, sizes: Mapping[str, int]) -> np.ndarray:
     """Per row (int8): its record is sound, missing or corrupt; sound where there is none because it failed."""
     shards = rows["shard"].combine_chunks()
@@ -232,10 +222,9 @@ def _differences(
     for id in recipes.dictionary.to_pylist():
         change = ""
         if id != rid:
-            try:
-                change = recipe_change(manifest.recipe(id), recipe)
-            except StoreNotFound:
-                change = "settings changed: from a recipe that is lost"
+            old = manifest.find_recipe(id)
+            lost = "settings changed: from a recipe that is lost"
+            change = lost if old is None else recipe_change(old, recipe)
         texts.append(change or ("upstream changed" if work.feeds else "input changed"))
         texts.append("; ".join(filter(None, [change, "input changed"])))
     why = np.zeros(len(has), np.int64)

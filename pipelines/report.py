@@ -7,7 +7,6 @@ import io
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from extractors.bev_camera import BevCamera
 from extractors.geometry import box_corners, transform
 from pipelines import run_log
 from pipelines.plan_view import size
-from storage.errors import RecordMissing, StoreNotFound
+from storage.errors import RecordMissing
 from storage.reader import Cache
 from storage.schema import Record
 
@@ -86,8 +85,7 @@ def _untrained(cache: Cache, table: pa.Table) -> bool:
     recipes = table["recipe"].unique().to_pylist()
     weights: list[str] = []
     for id in filter(None, recipes):
-        with suppress(StoreNotFound):  # its file is gone, which costs no record
-            weights += cache.manifest.recipe(id).get("weights", {}).values()
+        weights += (cache.manifest.find_recipe(id) or {}).get("weights", {}).values()
     return any(w.startswith("untrained:") for w in weights)
 
 
@@ -178,9 +176,10 @@ def _bev(
         bev["centre"], float(bev["radius"]), image.width, image.height, settings["lens_mm"], settings["sensor_mm"]
     )
     to_picture = np.eye(4) if info is None or settings["frame"] == "aligned" else np.linalg.inv(info["axis_align"])
-    drawn, caption = np.zeros(0, int), ""
+    proposals, caption = np.zeros((0, 8, 3)), ""
     if votes is not None:
         drawn, caption = _drawn(votes, camera.project(transform(votes["center"], to_picture)), np.asarray(image))
+        proposals = votes["corners"][drawn]
     draw = ImageDraw.Draw(image)
 
     def outline(corners: np.ndarray, color: str, width: int) -> None:
@@ -196,9 +195,8 @@ def _bev(
     if objects is not None:
         for box in objects["box_aligned"]:
             outline(box_corners(box), "#1a9850", 4)
-    for i in drawn:
-        assert votes is not None
-        outline(votes["corners"][i], "#f46d43", 3)
+    for corners in proposals:
+        outline(corners, "#f46d43", 3)
     for situation in situations:
         position, facing = situation["pose_scan"][:3], situation["facing_scan"]
         if settings["frame"] == "scan" and np.isfinite(position).all():

@@ -263,7 +263,10 @@ class Manifest:
         return AddAction(name, size, {"stage": stage}, int(time.time() * 1000), change, text)
 
     def _sync_log(self, base: int) -> None:
-        """fsync the log since a version, and its checkpoints, which deltalake leaves to the system."""
+        """fsync the log since a version, and its checkpoints, which deltalake leaves to the system.
+
+        That version too: who wrote it may not have come to it yet, and only the newest entry can be done without.
+        """
         if self.folder.local is not None:
             log = self.folder.local / "manifest" / "_delta_log"
             for version in range(base, self.snapshot + 1):
@@ -277,9 +280,7 @@ class Manifest:
     def save_recipe(self, recipe: dict[str, Any]) -> str:
         """Keep a recipe in full, as readable JSON, and return its id. A file of it that is damaged is written again."""
         name = recipe_id(recipe)
-        try:
-            self.recipe(name)
-        except StoreNotFound:
+        if self.find_recipe(name) is None:
             text = json.dumps(recipe, indent=1, sort_keys=True, ensure_ascii=False)
             self.folder.put_text(f"recipes/{name}.json", text)
         return name
@@ -295,6 +296,13 @@ class Manifest:
             if type(recipe) is dict and recipe_id(recipe) == id:
                 return recipe
         raise StoreNotFound(f"recipe {id} in {self.folder.url}/recipes is damaged: its content is not what was written")
+
+    def find_recipe(self, id: str) -> dict[str, Any] | None:
+        """`recipe`; None where its file is gone or damaged, which costs no record."""
+        try:
+            return self.recipe(id)
+        except StoreNotFound:
+            return None
 
     # Reading
 

@@ -37,8 +37,8 @@ def start_ray(workers: int | None = None, address: str | None = None, **init: An
                 socket.create_connection((place[1], int(place[2])), _CONNECT_S).close()
             ray.init(address=address, **quiet)
         except (OSError, ValueError, RuntimeError) as error:
-            cause, advice = str(error).splitlines()[0], "host:6379 of its head node, or ray://host:10001"
-            advice = f"Give `auto` on a node of it, {advice}"
+            cause = str(error).splitlines()[0]
+            advice = "Give `auto` on a node of it, host:6379 of its head node, or ray://host:10001"
             if "AuthToken" in f"{error}{error.__cause__}":  # which Ray says in a cause of the cause
                 cause = "it wants another token than it was shown"
                 advice = "Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a copy of its ~/.ray/auth_token"

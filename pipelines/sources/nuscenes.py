@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from extractors.errors import EmptyInput, InputError, InvalidValues, MissingFile, UnsupportedFile
+from extractors.fetch import cache_folder
 from extractors.inputs import Annotations, Camera, Cameras, Foreground, LidarScan, LidarSweeps, MaskFiles
-from pipelines.inputs import default_cache
 from pipelines.sources import nuscenes_infos, nuscenes_tables
 from pipelines.sources.nuscenes_index import CAMERAS, LIDAR, MAX_SWEEPS, Index, class_of, open_index
 from pipelines.sources.nuscenes_splits import SPLITS, scenes_of
@@ -327,7 +327,7 @@ class NuScenes:
 
     @cached_property
     def _index(self) -> Index:
-        place, folder = self._place, default_cache().parent / "nuscenes"
+        place, folder = self._place, cache_folder() / "nuscenes"
         if place.is_file():
             return open_index([place], lambda: nuscenes_infos.build(place), folder)
         tables = [place / f"{table}.json" for table in nuscenes_tables.TABLES]

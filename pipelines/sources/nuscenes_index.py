@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from extractors.boxes3d import CLASSES
+from pipelines.inputs import SETTLED_NS
 
 CAMERAS = ("CAM_FRONT", "CAM_FRONT_RIGHT", "CAM_FRONT_LEFT", "CAM_BACK", "CAM_BACK_LEFT", "CAM_BACK_RIGHT")
 LIDAR = "LIDAR_TOP"
@@ -40,7 +41,6 @@ CATEGORY_CLASSES = {
 """Category -> class of the detection task; the other categories are ignored by it."""
 
 _FORMAT = 1  # raise it when the tables of an index change
-_SETTLED_NS = 2_000_000_000
 _CONTENTS = "contents.json"  # digests of the files that had not settled when the index was built
 
 
@@ -216,7 +216,7 @@ def class_of(category: str) -> str:
 
 
 def open_index(
-    files: Iterable[Path], build: Callable[[], dict[str, pa.Table]], folder: Path, settle_ns: int = _SETTLED_NS
+    files: Iterable[Path], build: Callable[[], dict[str, pa.Table]], folder: Path, settle_ns: int = SETTLED_NS
 ) -> Index:
     """Open the index of some files, building it first where they are new or have changed.
 

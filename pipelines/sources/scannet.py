@@ -16,6 +16,7 @@ import numpy as np
 from extractors.errors import InputError, InvalidValues, MissingFile, UnsupportedFile
 from extractors.inputs import Clip, Labels, ObjectGroup, Scan
 from extractors.safe_pickle import read_pickle
+from pipelines.inputs import SETTLED_NS
 from pipelines.sources.json_file import read_json
 from pipelines.sources.ply import read_ply
 from pipelines.sources.points import read_points
@@ -23,7 +24,6 @@ from pipelines.sources.points import read_points
 Layout = Literal["scans", "scanqa", "mmdet3d"]
 
 _TSV = "scannetv2-labels.combined.tsv"
-_SETTLED_NS = 2_000_000_000  # as long as the grain of any file system's clock
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _version(path: Path) -> tuple[int, ...]:
     Of a file that changed a moment ago it is another one each time: the clock's grain could hide one more change.
     """
     status = path.stat()
-    if time.time_ns() - status.st_ctime_ns < _SETTLED_NS:
+    if time.time_ns() - status.st_ctime_ns < SETTLED_NS:
         return (time.monotonic_ns(),)
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

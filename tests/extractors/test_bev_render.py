@@ -348,8 +348,9 @@ def test_two_million_vertices_are_a_picture():
     np.testing.assert_array_equal(pixels(record)[54, 96], (10, 120, 30))
 
 
-@pytest.mark.blender
-def test_blender_that_dies_fails_its_scan_and_the_next_one_is_rendered(scan, monkeypatch):
+@pytest.fixture
+def children(monkeypatch):
+    """The helpers that are made during the test."""
     children = []
 
     class Watched(bev_render.Child):
@@ -358,6 +359,11 @@ def test_blender_that_dies_fails_its_scan_and_the_next_one_is_rendered(scan, mon
             children.append(self)
 
     monkeypatch.setattr(bev_render, "Child", Watched)
+    return children
+
+
+@pytest.mark.blender
+def test_blender_that_dies_fails_its_scan_and_the_next_one_is_rendered(scan, children):
     extractor = BevRender(look="flat", engine="cycles", **SMALL)
     run, prepared = extractor.load(), extractor.prepare("hall", scan)
     (before,) = run([prepared])
@@ -369,15 +375,7 @@ def test_blender_that_dies_fails_its_scan_and_the_next_one_is_rendered(scan, mon
 
 
 @pytest.mark.blender
-def test_blender_is_kept_replaced_after_so_many_scans_and_capped(scan, monkeypatch):
-    children = []
-
-    class Watched(bev_render.Child):
-        def __init__(self, *args, **keywords):
-            super().__init__(*args, **keywords)
-            children.append(self)
-
-    monkeypatch.setattr(bev_render, "Child", Watched)
+def test_blender_is_kept_replaced_after_so_many_scans_and_capped(scan, monkeypatch, children):
     monkeypatch.setattr(BevRender, "SCANS_PER_BLENDER", 2)
     extractor = BevRender(look="flat", engine="cycles", **SMALL)
     prepared, pids = extractor.prepare("hall", scan), []

@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.errors import StoreNotFound
 from storage.files import FileInfo
 from storage.fingerprint import recipe_id
 from storage.manifest import ROW_SCHEMA, Row
@@ -33,10 +32,8 @@ class MemoryHistory:
         self.recipes[recipe_id(recipe)] = recipe
         return recipe_id(recipe)
 
-    def recipe(self, id: str) -> dict[str, Any]:
-        if id not in self.recipes:
-            raise StoreNotFound(id)
-        return self.recipes[id]
+    def find_recipe(self, id: str) -> dict[str, Any] | None:
+        return self.recipes.get(id)
 
     def of(self, stage: str, item: str) -> list[Row]:
         """All rows of an item, newest first."""

@@ -112,7 +112,7 @@ class Slow:
         return "missing shard" if size is None else "corrupt" if size != row.shard_bytes else ""
 
     def difference(self, row: Row, recipe: dict[str, Any], raw: bytes, joins: bool) -> str:
-        old = self.history.recipe(row.recipe)
+        old = self.history.recipes[row.recipe]
         parts = []
         if (a := old["settings"]["size"]) != (b := recipe["settings"]["size"]):
             parts.append(f"settings changed: size {a} -> {b}")
